@@ -19,6 +19,7 @@ from common.model.model_config import ModelConfig, read_json
 
 DIGEST_FILE = ".baton-digest.json"
 _READ_BYTES = 1 << 22
+_KEEP_FROM_BYTES = 64 << 20  # smaller ones hash in milliseconds: their folders stay as they are
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ def is_ignorable(name: str, tied: bool) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name, with or without model.safetensors.index.json; ModelLoadError if
-    none.
-    """
+    """Every tensor of the folder by name, with or without an index file; ModelLoadError if there is none."""
     tensors: dict[str, StoredTensor] = {}
     for path, expected in _files(folder).items():
         header = _header(path)
@@ -55,7 +54,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def trunk_digest(folder: str | Path) -> str:
-    """sha256 (hex) of a checkpoint: see the module docstring. Kept in the folder if that is writable."""
+    """sha256 (hex) of a checkpoint, as the module docstring says; kept in the folder of a large one."""
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
     tensors = stored_tensors(folder)
@@ -68,6 +67,8 @@ def trunk_digest(folder: str | Path) -> str:
         if not is_ignorable(name, config.tie_word_embeddings):
             _digest_tensor(digest, name, tensors[name])
     value = digest.hexdigest()
+    if sum(tensor.end - tensor.begin for tensor in tensors.values()) < _KEEP_FROM_BYTES:
+        return value
     with contextlib.suppress(OSError):  # a read-only folder just hashes again next time
         temporary = folder / f"{DIGEST_FILE}.{os.getpid()}"
         temporary.write_text(json.dumps({"trunk_digest": value, "of": described}, indent=1))

@@ -121,6 +121,7 @@ def _save(
     out = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in tensors}
     temporary = path.with_suffix(".tmp")
     save_file({**out, **(extra or {})}, temporary, {"format": "pt", **(metadata or {})})
+    temporary.chmod(0o644)
     temporary.replace(path)
 
 
