@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelLoadError
-from common.model.model_config import ModelConfig, read_json
+from common.model.model_config import ModelConfig, RopeConfig, read_json
 
 DIGEST_FILE = ".baton-digest.json"
+_ARITHMETIC = (
+    *("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("intermediate_size", "rms_norm_eps", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
+    *("tie_word_embeddings", "layer_windows"),
+)
 _READ_BYTES = 1 << 22
 _KEEP_FROM_BYTES = 64 << 20  # smaller ones hash in milliseconds: their folders stay as they are
 
@@ -131,11 +136,13 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _arithmetic(config: ModelConfig) -> dict[str, Any]:
-    """The configuration without what can be edited and leave every logit the same."""
-    fields = asdict(config)
-    for name in ("bos_token_id", "eos_token_ids", "dtype", "max_position_embeddings"):
-        del fields[name]
-    return fields
+    """What changes a logit: listed by name, and rotary fields only where they differ from their default, so
+    that a field added to the configuration later leaves the digests of today's models as they are.
+    """
+    rope, plain = asdict(config.rope), asdict(RopeConfig())
+    out = {name: getattr(config, name) for name in _ARITHMETIC}
+    out["rope"] = {name: value for name, value in rope.items() if value != plain[name]}
+    return out
 
 
 def _stamps(tensors: dict[str, StoredTensor]) -> dict[str, list[int]]:
