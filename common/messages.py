@@ -77,6 +77,13 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     draining: bool = False
 
 
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Last message of a node that exits: the router forgets it now instead of after missed heartbeats."""
+
+    node_id: str
+    epoch: str
+
+
 class Accepted(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """D: blocks are reserved (or the request queued for local compute). P: the prompt is queued."""
 
@@ -129,7 +136,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     verified_per_pos: tuple[int, ...] = ()
 
 
-NodeMessage = Register | Heartbeat | Accepted | Refused | TokenChunk | Finished
+NodeMessage = Register | Heartbeat | Leave | Accepted | Refused | TokenChunk | Finished
 
 # ---- router -> node -------------------------------------------------------------------------------------
 
@@ -142,6 +149,14 @@ class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
     """The router will not use this node (another model, another N ...); the node exits with the reason."""
 
     reason: str
+
+
+class HeartbeatReply(msgspec.Struct, tag=True, frozen=True):
+    """Answers every heartbeat, so that a node sees a router die or restart. ``known`` False: this router
+    does not know the node (it restarted, or dropped the node after missed heartbeats); register again."""
+
+    router_id: str
+    known: bool
 
 
 class PrefillRequest(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -184,7 +199,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Take no new work; finish what runs."""
 
 
-RouterMessage = Registered | RegisterRefused | PrefillRequest | DecodeRequest | Abort | Drain
+RouterMessage = Registered | RegisterRefused | HeartbeatReply | PrefillRequest | DecodeRequest | Abort | Drain
 
 encoder = msgspec.msgpack.Encoder()
 node_message_decoder = msgspec.msgpack.Decoder(NodeMessage)
