@@ -1,21 +1,22 @@
-"""The ticket that lets a decode node fetch a prompt's KV blocks from a prefill node.
+"""The claim on one prompt's KV that travels from a prefill node to a decode node, through the router.
 
-It names the transfer and the process that holds the blocks, and carries no address of memory: the
-sender looks blocks up by position and refuses what its lease no longer covers. Relative times only,
-since the two clocks have nothing in common.
+A ticket names a transfer and where to ask for it; it carries no address of memory and no KV. It may be
+written before the prefill node has computed (or even heard of) the prompt: whoever knows the node can make
+one. Only relative times are on the wire, since clocks of two machines are not comparable.
 """
 
 import msgspec
 
 
-class KVTicket(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``incarnation`` is random per sender process, so a restart on the same port is never mistaken
-    for the process that held the blocks. ``lease_s`` bounds the sender's hold, in seconds."""
+class KVTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``generation`` 0 and ``incarnation`` "" mean "whatever the node has now": used when the ticket is
+    written before the node has offered the transfer. Any other value must match, or the node refuses."""
 
     transfer_id: str
     engine_id: str
-    incarnation: str
     host: str
     port: int
-    transports: tuple[str, ...] = ()
+    incarnation: str = ""  # random per process: tells a restarted node from the one that made the offer
+    generation: int = 0  # of the lease: a second offer under the same id gets another one
+    transports: tuple[str, ...] = ()  # what the node offers, best first; () when not known yet
     lease_s: float = 30.0

@@ -1,0 +1,228 @@
+"""The decode node's end: fetches the blocks a ticket stands for into blocks that the caller has reserved.
+
+``fetch`` owns the destination blocks from its call until it returns or raises. Success, failure and
+cancellation all end the same way: nothing writes to a destination block any more - or, where that cannot be
+reached within a deadline, the error names the blocks as quarantined and they stay with this receiver.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.errors import TransferError, TransferFailed
+from common.kv_ticket import KVTicket
+from kv_transfer.config import TransferConfig
+from kv_transfer.fetching import Fetch
+from kv_transfer.metrics import TransferMetrics
+from kv_transfer.plan import KvPools
+from kv_transfer.receiver_session import ReceiverSession
+from kv_transfer.transport import Lane, Transport, start_transports
+
+logger = logging.getLogger(__name__)
+
+# how often a session may be rebuilt because the peer turned out to be another process than the ticket's
+_MAX_CONNECTS = 2
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """``carry`` and ``extra`` are opaque here. ``num_bytes``: KV bytes received. ``seconds_moving``: time
+    during which at least one announced chunk was on its way; ``seconds_waiting``: the rest (P computing,
+    mostly)."""
+
+    carry: bytes
+    extra: bytes
+    num_bytes: int
+    seconds_waiting: float
+    seconds_moving: float
+    transport: str
+
+
+class KvReceiver:
+    """All methods must be called on one event loop."""
+
+    def __init__(
+        self,
+        pools: KvPools,
+        fingerprint: str | bytes,
+        config: TransferConfig,
+        *,
+        engine_id: str | None = None,
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        """``transports``: already started ones, in place of those that ``config.transport`` names (tests)."""
+        self.pools = pools
+        self.fingerprint = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
+        self.config = config
+        self.engine_id = engine_id or uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
+        self.metrics = TransferMetrics()
+        self.transports: dict[str, Transport] = dict(transports or {})
+        self._starting = asyncio.Lock()
+        self._sessions: dict[tuple[str, int], asyncio.Task[ReceiverSession]] = {}
+        self._fetches: set[asyncio.Task[FetchResult]] = set()
+        self._next_slot = 0
+        self._stuck_lanes: list[Lane] = []  # hold the buffers of quarantined blocks
+        self.quarantined: dict[int, set[int]] = {}  # group -> destination blocks that may still be written
+        self._closed = False
+
+    async def start(self) -> None:
+        """Starts the transports now rather than at the first fetch. Raises TransportUnavailable when
+        ``transport="ucx"`` cannot be had."""
+        async with self._starting:
+            if not self.transports:
+                self.transports = await start_transports(self.config.transport, None)
+
+    async def fetch(
+        self,
+        ticket: KVTicket,
+        want: Mapping[int, Mapping[int, int]],
+        cut: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> FetchResult:
+        """Receives ``want`` (group -> absolute block position -> local block id) and the carry.
+
+        ``on_progress(upto)``: every wanted block below token position ``upto`` is in place and verified;
+        called on the loop, with increasing values, and with ``cut`` before the return. An empty ``want``
+        still fetches the carry and frees the prefill node. Raises TransferFailed (``final_upto``: the last
+        progress) or IncompatiblePeer; cancellation propagates once the destination is quiet (TransferFailed
+        if it cannot be).
+        """
+        if self._closed:
+            raise TransferFailed("closed: this node is shutting down")
+        fetch = Fetch(self, ticket, want, cut, on_progress)
+        self.metrics.transfers_started += 1
+        task = asyncio.get_running_loop().create_task(self._run(fetch))
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                # the inner task ends by fencing; however often we are cancelled, we leave only after that
+                if not cancelled:
+                    fetch.cancel("cancelled by the caller")
+                cancelled = True
+        error = None if task.cancelled() else task.exception()
+        if cancelled and not (isinstance(error, TransferFailed) and error.quarantined):
+            raise asyncio.CancelledError
+        return task.result()
+
+    async def drop(self, ticket: KVTicket) -> None:
+        """Tells the prefill node that nobody will fetch this; best effort (its lease ends otherwise)."""
+        try:
+            async with asyncio.timeout(self.config.connect_timeout_s):
+                session = await self.session(ticket)
+        except (TransferError, TimeoutError) as error:
+            logger.info("transfer %s: drop was not delivered: %s", ticket.transfer_id, error)
+            return
+        session.send_drop(ticket)
+
+    async def close(self) -> None:
+        """Cancels every fetch (each fences), then closes connections and transports."""
+        self._closed = True
+        fetches = list(self._fetches)
+        sessions = list(self._sessions.values())
+        for task in sessions:
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(*sessions, return_exceptions=True)
+        for task in sessions:
+            if not task.cancelled() and task.exception() is None:
+                await task.result().close("this node is shutting down")
+        if fetches:
+            await asyncio.wait(fetches)
+        for transport in self.transports.values():
+            await transport.close()
+
+    # --- for fetches and sessions ---
+
+    async def session(self, ticket: KVTicket) -> ReceiverSession:
+        """The live session with the ticket's process. One connection attempt serves all who wait for it."""
+        await self.start()
+        key = (ticket.host, ticket.port)
+        for connects_left in reversed(range(_MAX_CONNECTS)):
+            task = self._sessions.get(key)
+            if task is None or (task.done() and not _is_live(task)):
+                task = asyncio.get_running_loop().create_task(ReceiverSession.open(self, *key))
+                self._sessions[key] = task
+            # shielded: a caller that gives up must not break the connection for the others
+            session = await asyncio.shield(task)
+            reason = session.differs_from(ticket)
+            if reason is None:
+                return session
+            if connects_left and not session.fetches:
+                # perhaps it restarted and our connection to its predecessor has not noticed
+                await session.close(reason)
+                continue
+            break
+        raise TransferFailed(f"incarnation: {reason}")
+
+    def new_slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot
+
+    def quarantine(self, blocks: Mapping[int, tuple[int, ...]], lane: Lane | None) -> None:
+        for group, ids in blocks.items():
+            self.quarantined.setdefault(group, set()).update(ids)
+            self.metrics.blocks_quarantined += len(ids)
+        if lane is not None and lane not in self._stuck_lanes:
+            self._stuck_lanes.append(lane)
+
+    async def _run(self, fetch: Fetch) -> FetchResult:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            try:
+                async with asyncio.timeout(self.config.transfer_timeout_s):
+                    session = await fetch.unless_cancelled(self.session(fetch.ticket))
+                    finish = await fetch.run(session)
+            except TimeoutError as error:
+                raise TransferFailed(
+                    f"timeout: not complete within transfer_timeout_s {self.config.transfer_timeout_s} s"
+                ) from error
+        except TransferFailed as error:
+            quarantined = await fetch.quiesce(error.reason)
+            self._count_failure(fetch, error.reason)
+            raise TransferFailed(error.reason, final_upto=fetch.progress, quarantined=quarantined) from error
+        except TransferError as error:
+            quarantined = await fetch.quiesce(str(error))
+            self._count_failure(fetch, type(error).__name__)
+            assert not quarantined, "nothing is posted before the session stands"
+            raise
+        except BaseException as error:
+            await fetch.quiesce(f"internal: {error!r}")
+            self._count_failure(fetch, "internal")
+            raise
+        total_s = loop.time() - started
+        self.metrics.transfers_committed += 1
+        self.metrics.seconds_moving += fetch.seconds_moving
+        self.metrics.seconds_waiting += total_s - fetch.seconds_moving
+        return FetchResult(
+            carry=finish.carry,
+            extra=finish.extra,
+            num_bytes=fetch.num_bytes,
+            seconds_waiting=total_s - fetch.seconds_moving,
+            seconds_moving=fetch.seconds_moving,
+            transport=session.transport,
+        )
+
+    def _count_failure(self, fetch: Fetch, reason: str) -> None:
+        self.metrics.failures[reason.split(":")[0]] += 1
+        logger.warning(
+            "transfer %s from %s:%d failed after %d of %d chunks (positions < %d kept): %s",
+            fetch.ticket.transfer_id,
+            fetch.ticket.host,
+            fetch.ticket.port,
+            fetch.num_done,
+            len(fetch.chunks),
+            fetch.progress,
+            reason,
+        )
+
+
+def _is_live(task: "asyncio.Task[ReceiverSession]") -> bool:
+    return not task.cancelled() and task.exception() is None and task.result().lost is None
