@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _FLOATS = ("F32", "F16", "BF16")
 
 
-def to_dtype(name: Dtype) -> torch.dtype:
+def to_dtype(name: str | torch.dtype) -> torch.dtype:
     """The names float32 and bfloat16 (or the torch dtype) -> torch dtype; ModelLoadError for others."""
     dtype = (
         {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(name, name)
