@@ -11,19 +11,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.errors import DeadlineExceeded, NodeFailed
+from common.errors import NodeFailed
 
 QUESTION = "Give me three tips for baking good bread at home, and explain in one sentence each why they help."
 CONTINUATION = (
     "The following section explains how to open a file, read it line by line and close it again. "
     "To read a file, call the function with the name of the file and a mode. The function returns"
 )
-START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 FALLBACK_MODEL = "baton-tiny"
 
@@ -67,15 +65,12 @@ def running_up(words: list[str]) -> Iterator[str]:
 
 def _url_when_ready(process: "subprocess.Popen[str]") -> str:
     """Reads the ready line. `up` has its own deadline and ends when it cannot start; then stdout ends."""
-    started_s = time.monotonic()
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="")
         found = re.search(r"is ready: (\S+)", line)
         if found:
             return found[1]
-    if time.monotonic() - started_s > START_TIMEOUT_S:
-        raise DeadlineExceeded(f"`baton up` was not ready within {START_TIMEOUT_S:.0f} s")
     raise NodeFailed(f"`baton up` ended with {process.wait()} before it was ready; its messages are above")
 
 
