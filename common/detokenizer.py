@@ -12,7 +12,7 @@ from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A character has at most four bytes, each at worst a token of its own: what is unfinished after so many tokens
+# A character has at most four bytes, each at worst a token of its own: what is unfinished after that many
 # never becomes a character and is given out as it is.
 _MAX_HELD_TOKENS = 8
 
