@@ -56,7 +56,8 @@ class EngineOptions:
     long_prefill_token_threshold: int = option(0, "longest chunk of one prompt, tokens; 0: the budget", minimum=0)
     prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
     hash_algorithm: str = option(
-        "sha256", "block hashes; sha256_cbor is reproducible by other engines", choices=("sha256", "sha256_cbor")
+        "blake2b", "block hashes; the _cbor ones are the bytes that other engines hash",
+        choices=("blake2b", "sha256_cbor", "xxhash_cbor"),
     )
     hash_seed: str = option("", "seed string of the first block's parent hash; equal on all nodes")
     threads: int = option(0, "CPU threads for tensor work; 0: all cores", minimum=0)

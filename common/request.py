@@ -159,3 +159,27 @@ class Request:
             f"Request({self.request_id}, {self.state.value}, tokens={self.num_tokens}"
             f"(+{len(self.drafts)}), computed={self.num_computed})"
         )
+
+
+def sequences_of(parent: Request) -> list[Request]:
+    """Requests for sequences 1..n-1 of an ``n`` request: same prompt, other random numbers."""
+    children = []
+    for index in range(1, parent.num_sequences):
+        sampling = parent.sampling
+        if sampling.seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + index)
+        children.append(
+            Request(
+                request_id=f"{parent.request_id}#{index}",
+                token_ids=list(parent.token_ids),
+                sampling=sampling,
+                priority=parent.priority,
+                extra_keys=parent.extra_keys,
+                lora_name=parent.lora_name,
+                arrival_time_s=parent.arrival_time_s,
+                num_prompt_tokens=parent.num_prompt_tokens,
+                num_cached_tokens=parent.num_cached_tokens,
+                block_hashes=list(parent.block_hashes),
+            )
+        )
+    return children

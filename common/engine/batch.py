@@ -1,0 +1,80 @@
+"""What passes between scheduler and runner: values, made new every step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.kv_cache.manager import BlockCopy
+from common.request import FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """One request's share of a step: positions ``start`` .. ``start + num_new + len(drafts) - 1``.
+
+    ``known`` and ``tables`` are the scheduler's own lists, lent for the duration of the step.
+    """
+
+    request_id: str
+    known: Sequence[int]  # all known tokens; T = len(known) - 1
+    start: int  # q: first position to compute
+    num_new: int  # known tokens computed in this step
+    drafts: tuple[int, ...]  # tokens after T to verify; empty unless the step reaches T
+    samples: bool  # the step reaches T, so token T+1 is drawn
+    tables: Sequence[Sequence[int]]  # physical blocks by KV group and block position
+    sampling: SamplingParams
+    num_prompt: int
+    handover_carry: bytes | None = None  # hidden rows of the positions just below `start`, from P
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed, drafts included."""
+        return self.start + self.num_new + len(self.drafts)
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """``forgotten``: requests whose tensors the runner drops before the step."""
+
+    entries: tuple[ScheduledRequest, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    forgotten: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What the runner did for one entry. ``tokens``: accepted drafts, then the token drawn by the trunk."""
+
+    tokens: tuple[int, ...] = ()
+    num_accepted: int = 0
+    next_drafts: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """One RequestOutput per entry of the batch, in order."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+@dataclass(frozen=True)
+class RequestUpdate:
+    """What a step changed for one request, as its owner hears it."""
+
+    request_id: str
+    new_tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    final_upto: int = 0  # positions whose KV no later step writes again
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """``forked``: (parent, child) ids of sequences that began in this step."""
+
+    updates: tuple[RequestUpdate, ...] = ()
+    forked: tuple[tuple[str, str], ...] = ()
+    num_scheduled_tokens: int = 0
+    preempted: tuple[str, ...] = field(default=())

@@ -1,0 +1,137 @@
+"""Builds an engine from options: loads trunk and modules, lays out and allocates KV, wires the parts."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.block_hash import BlockHasher
+from common.config import EngineOptions, ModelOptions
+from common.engine.engine import Engine
+from common.engine.model_runner import ModelRunner
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.speculator import MtpSpeculator
+from common.engine.stopping import StopChecker
+from common.errors import ConfigError
+from common.kv_cache.layout import KVLayout, build_layout
+from common.kv_cache.manager import KVCacheManager, pool_sizes
+from common.kv_cache.storage import KVStorage
+from common.model.mtp import MtpModules
+from common.model.registry import ModelFiles, resolve_model
+from common.model.transformer import Transformer
+from common.model.weights import load_mtp, load_transformer, to_dtype, trunk_digest
+from common.request import Request
+from common.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine and what its node tells others about it."""
+
+    engine: Engine
+    files: ModelFiles
+    tokenizer: Tokenizer
+    storage: KVStorage
+    trunk: Transformer
+    modules: MtpModules | None
+    num_modules: int  # N in use
+    fingerprint: dict[str, str]  # what a pair must agree on, by name
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.storage.layout
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output; the pool's limit included."""
+        scheduler = self.engine.scheduler
+        return min(scheduler.config.max_model_len, scheduler.max_request_tokens)
+
+
+def build_engine(
+    model: ModelOptions, options: EngineOptions, *, progress: Callable[[str], None] | None = None
+) -> BuiltEngine:
+    """Raises ModelLoadError, ConfigError or CapacityError, each with what to change."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    files = resolve_model(model.model, modules=model.modules or None)
+    if progress is not None:
+        progress(f"loading {files.name} from {files.folder}")
+    dtype = to_dtype(model.dtype)
+    trunk = load_transformer(files.folder, dtype).eval().requires_grad_(False)
+    modules: MtpModules | None = None
+    digest = trunk_digest(files.folder)
+    if files.modules_folder is not None and options.num_speculative_tokens != 0:
+        modules = load_mtp(files.modules_folder, trunk, dtype, digest).eval().requires_grad_(False)
+    tokenizer = Tokenizer.from_folder(files.folder)
+    return assemble(trunk, modules, tokenizer, files, digest, model, options)
+
+
+def assemble(
+    trunk: Transformer,
+    modules: MtpModules | None,
+    tokenizer: Tokenizer,
+    files: ModelFiles,
+    digest: str,
+    model: ModelOptions,
+    options: EngineOptions,
+) -> BuiltEngine:
+    """The engine over loaded weights."""
+    num_modules = _num_modules(modules, options.num_speculative_tokens)
+    config = trunk.config
+    windows = modules.config.windows[:num_modules] if modules is not None else ()
+    layout = build_layout(
+        config.layer_windows,
+        windows,
+        block_size=options.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+    )
+    sizes = pool_sizes(layout, options.kv_cache_mib << 20, options.num_blocks)
+    hasher = BlockHasher(options.block_size, num_modules, options.hash_algorithm, options.hash_seed)
+    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching)
+    storage = KVStorage(layout, sizes)
+    limit = config.max_position_embeddings
+    scheduler_config = SchedulerConfig(
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=min(options.max_model_len, limit) if options.max_model_len else limit,
+        num_modules=num_modules,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+    )
+
+    def stop_checker(request: Request) -> StopChecker:
+        return StopChecker(request, tokenizer.eos_token_ids, tokenizer.detokenizer)
+
+    speculator = MtpSpeculator(modules, num_modules, storage) if modules is not None and num_modules else None
+    runner = ModelRunner(trunk, storage, speculator, tokenizer.eos_token_ids)
+    fingerprint = {
+        "model": files.name,
+        "trunk_digest": digest,
+        "modules_digest": modules_digest(files, num_modules),
+        "num_modules": str(num_modules),
+        "hash": hasher.fingerprint,
+        **layout.describe(),
+    }
+    engine = Engine(Scheduler(scheduler_config, kv, stop_checker), runner)
+    return BuiltEngine(engine, files, tokenizer, storage, trunk, modules, num_modules, fingerprint)
+
+
+def modules_digest(files: ModelFiles, num_modules: int) -> str:
+    """sha256 of the modules' file, "none" where nothing drafts."""
+    if files.modules_folder is None or num_modules == 0:
+        return "none"
+    with open(files.modules_folder / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _num_modules(modules: MtpModules | None, wanted: int) -> int:
+    available = 0 if modules is None else modules.num_modules
+    if wanted > available:
+        raise ConfigError(
+            f"num_speculative_tokens is {wanted}, the modules folder has {available} MTP modules; "
+            f"use at most {available} (or -1 for all)"
+        )
+    return available if wanted < 0 else wanted

@@ -1,0 +1,37 @@
+"""Random numbers as a function of (seed or request, position, purpose): never a stream.
+
+Philox is counter-based: a key and a counter give the number, whatever was drawn before. So a request draws
+the same numbers alone, in a batch, after a preemption and on another node.
+"""
+
+import enum
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Purpose(enum.IntEnum):
+    SAMPLE = 0  # the trunk's token at a position; seeded drafts share it (Gumbel coupling)
+    ACCEPT = 1
+    RESIDUAL = 2
+    DRAFT = 3
+
+
+def request_key(request_id: str, seed: int | None) -> int:
+    """64-bit key of a request's random numbers."""
+    text = f"seed:{seed}" if seed is not None else f"request:{request_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def uniform(key: int, position: int, purpose: Purpose, count: int) -> np.ndarray:
+    """``count`` float64 in (0, 1) for one position and purpose."""
+    generator = np.random.Generator(np.random.Philox(key=[key, (position << 8) | purpose]))
+    return np.maximum(generator.random(count), np.finfo(np.float64).tiny)
+
+
+def gumbel(key: int, position: int, purpose: Purpose, count: int) -> Tensor:
+    """Standard Gumbel noise [count], float32: argmax(log p + noise) is a draw from p."""
+    u = uniform(key, position, purpose, count)
+    return torch.from_numpy((-np.log(-np.log(u))).astype(np.float32))

@@ -1,0 +1,471 @@
+"""Decides what every step computes, and applies what came of it. Plain Python, no torch.
+
+A step serves, in this order: hand-overs that arrived (they need N-1 tokens and unblock a client), running
+requests in order of admission (a decode with its drafts, or the next chunk of a prompt), then waiting
+requests while budget, seats and blocks last. When blocks run out the youngest running request is preempted:
+its blocks go, it waits, and is later recomputed from its known tokens (prefix hits help).
+"""
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.engine.batch import (
+    RequestOutput,
+    RequestUpdate,
+    RunnerOutput,
+    ScheduledBatch,
+    ScheduledRequest,
+    StepOutput,
+)
+from common.engine.stopping import StopChecker
+from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooLong, ProtocolViolation
+from common.kv_cache.layout import NULL_BLOCK, cdiv
+from common.kv_cache.manager import KVCacheManager
+from common.request import FinishReason, Request, RequestState, SpecStats, sequences_of
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """``num_modules`` is N; ``max_model_len`` counts prompt and output."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    num_modules: int = 0
+    long_prefill_token_threshold: int = 0
+
+    def __post_init__(self) -> None:
+        chunk = self.max_chunk
+        if chunk < self.num_modules + 1:
+            raise ConfigError(
+                f"a step may hold {chunk} tokens (max_num_batched_tokens {self.max_num_batched_tokens}, "
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold}), but N = "
+                f"{self.num_modules} MTP modules need at least {self.num_modules + 1}; raise the smaller one"
+            )
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens of one prompt in one step."""
+        threshold = self.long_prefill_token_threshold
+        return min(self.max_num_batched_tokens, threshold) if threshold else self.max_num_batched_tokens
+
+
+class Scheduler:
+    """Owns every Request and, through the KV manager, every block."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        stop_checker: Callable[[Request], StopChecker],
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self._make_stop_checker = stop_checker
+        self._stop_checkers: dict[str, StopChecker] = {}
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []  # by (priority, arrival)
+        self.ready: list[Request] = []  # hand-overs that arrived, in order
+        self.running: list[Request] = []
+        self._carry: dict[str, bytes] = {}  # hand-over's hidden rows until the step that uses them
+        self._forgotten: list[str] = []
+        self._preempted: list[str] = []
+        self.stats = SpecStats()
+        self.max_request_tokens = kv.max_request_tokens(config.max_num_batched_tokens, config.max_model_len)
+
+    # ---- requests come and go ---------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues an ordinary request (on P: one with `stop_at` and `hold_blocks`)."""
+        self._admit(request)
+        self._enqueue(request)
+
+    def reserve(self, request: Request, cut: int) -> int:
+        """Hand-over on D: local hits kept, the rest of the prompt's blocks reserved.
+
+        Returns ``first_missing``: positions from there on must be received. Raises CapacityError, owning
+        nothing, when the blocks (and one more for every running request) are not free now.
+        """
+        self._admit(request)
+        hit = self.kv.match(request)
+        hit = min(hit, cut // self.kv.block_size * self.kv.block_size)
+        self.kv.adopt(request, hit)
+        # Should the carry row be lost, D starts at L-N: window blocks are kept (and shipped) from there on.
+        start = min(cut, max(0, request.num_tokens - max(self.config.num_modules, 1)))
+        headroom = len(self.running) + len(self.ready)
+        seats = self.config.max_num_seqs - len(self.running) - len(self.ready) - self.num_receiving
+        room = self.kv.fits(request, request.num_tokens + 1, headroom, self.config.max_num_batched_tokens)
+        if seats <= 0 or not room or not self.kv.allocate_span(request, start, request.num_tokens):
+            self.kv.free(request)
+            del self.requests[request.request_id], self._stop_checkers[request.request_id]
+            raise CapacityError(
+                f"no room to reserve {request.num_tokens} tokens "
+                f"({self.kv.pools[0].num_free} blocks of {self.kv.block_size} free, {seats} seats)"
+            )
+        request.num_cached_tokens = hit
+        request.state = RequestState.RECEIVING_KV
+        return hit
+
+    def wanted(self, request_id: str, cut: int) -> dict[int, dict[int, int]]:
+        """{KV group: {block position: block}} that a hand-over up to ``cut`` must fill; {} when unknown."""
+        request = self._receiving(request_id)
+        if request is None:
+            return {}
+        first, end = request.num_computed // self.kv.block_size, cdiv(cut, self.kv.block_size)
+        return {
+            g: {i: table[i] for i in range(first, end) if table[i] != NULL_BLOCK}
+            for g, table in enumerate(request.tables)
+        }
+
+    def kv_arrived(self, request_id: str, upto: int, carry: bytes | None) -> None:
+        """Positions below ``upto`` are in place. Without the carry row the last N tokens of the prompt
+        below it are recomputed: exact too (02-exactness 4)."""
+        request = self._receiving(request_id)
+        if request is None:
+            return
+        leave = max(self.config.num_modules, 1)
+        if carry is None:
+            upto = min(upto, request.num_tokens - leave)
+        request.num_computed = max(upto, request.num_computed)
+        if carry is not None:
+            self._carry[request_id] = carry
+        request.state = RequestState.READY
+        self.ready.append(request)
+
+    def kv_failed(
+        self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]]
+    ) -> None:
+        """The transfer ended early. Received final blocks go into the cache, the rest is freed, and the
+        request starts again as an ordinary one: what was kept is found as a hit."""
+        request = self._receiving(request_id)
+        if request is None:
+            return
+        self.kv.quarantine(request, quarantined)
+        leave = max(self.config.num_modules, 1)
+        self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - leave)))
+        self._restart(request)
+        self._enqueue(request)
+
+    def release(self, request_id: str) -> None:
+        """P's hold is over. Unknown ids are ignored: release and abort may cross."""
+        request = self.requests.get(request_id)
+        if request is not None and request.state is RequestState.HELD:
+            self._finish(request, request.finish_reason or FinishReason.CUT)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request in any state; its blocks are free on return. False for an unknown id."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        for queue in (self.waiting, self.ready, self.running):
+            if request in queue:
+                queue.remove(request)
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    def _admit(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is already in use")
+        if not request.token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
+        limit = min(self.config.max_model_len, self.max_request_tokens)
+        room = request.num_tokens + (0 if request.stop_at is not None else 1)
+        if room > limit:
+            raise PromptTooLong(
+                f"prompt has {request.num_tokens} tokens, this node serves at most {limit} with its output "
+                f"(model {self.config.max_model_len}, pool {self.max_request_tokens}); shorten the prompt"
+            )
+        self.requests[request.request_id] = request
+        self._stop_checkers[request.request_id] = self._make_stop_checker(request)
+
+    def _receiving(self, request_id: str) -> Request | None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return None  # aborted meanwhile
+        if request.state is not RequestState.RECEIVING_KV:
+            raise ProtocolViolation(f"KV arrived for {request!r}, which receives none")
+        return request
+
+    def _enqueue(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: (r.priority, r.arrival_time_s))
+
+    def _restart(self, request: Request) -> None:
+        """Frees everything computed; known tokens stay."""
+        self.kv.free(request)
+        request.num_computed = 0
+        request.drafts = ()
+        self._carry.pop(request.request_id, None)
+        self._forgotten.append(request.request_id)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Old owner of the blocks: the request. New owner: the pool's free list."""
+        self.kv.free(request)
+        request.finish_reason = reason
+        request.state = RequestState.FINISHED
+        request.drafts = ()
+        self._carry.pop(request.request_id, None)
+        self._forgotten.append(request.request_id)
+        del self.requests[request.request_id], self._stop_checkers[request.request_id]
+
+    # ---- one step ---------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.ready or self.running)
+
+    @property
+    def num_receiving(self) -> int:
+        return sum(r.state is RequestState.RECEIVING_KV for r in self.requests.values())
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step's work; may be empty. Owns the blocks that the step writes."""
+        entries: dict[str, ScheduledRequest] = {}
+        budget = self.config.max_num_batched_tokens
+        for request in list(self._in_order()):
+            if budget <= 0:
+                break
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted a moment ago
+            num_new, drafts = self._share(request, budget)
+            if num_new <= 0:
+                continue
+            if not self._make_room(request, request.num_computed + num_new + len(drafts), entries):
+                continue
+            entries[request.request_id] = self._entry(request, num_new, drafts)
+            budget -= num_new + len(drafts)
+        for request in list(self.waiting):
+            if budget <= 0 or self._preempted or len(self.running) >= self._seats:
+                break
+            num_new = self._start(request, budget)
+            if num_new <= 0:
+                break
+            entries[request.request_id] = self._entry(request, num_new, ())
+            budget -= num_new
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return ScheduledBatch(tuple(entries.values()), self.kv.take_copies(), forgotten)
+
+    @property
+    def _seats(self) -> int:
+        return self.config.max_num_seqs - self.num_receiving
+
+    def _in_order(self) -> Iterator[Request]:
+        """Arrived hand-overs first, then the others; all of them are running from here on."""
+        arrived, self.ready = self.ready, []
+        for request in arrived:
+            request.state = RequestState.RUNNING
+        self.running = [*self.running, *arrived]
+        yield from arrived
+        yield from (r for r in self.running if r not in arrived)
+
+    def _share(self, request: Request, budget: int) -> tuple[int, tuple[int, ...]]:
+        """(known tokens, drafts) of the request's next piece of work within ``budget``."""
+        todo = request.end - request.num_computed
+        num_new = min(todo, budget, self.config.max_chunk)
+        if num_new == todo:
+            if request.stop_at is not None:
+                return num_new, ()
+            # A step that verifies n drafts may emit n + 1 tokens: never past the request's own end.
+            left = min(
+                request.sampling.max_tokens - request.num_output_tokens,
+                min(self.config.max_model_len, self.max_request_tokens) - request.num_tokens,
+            )
+            room = max(0, min(budget - num_new, left - 1))
+            return num_new, request.drafts[:room]
+        # Reserve rule (02-exactness 2): a chunk ends the prompt or leaves at least N known tokens.
+        remaining = request.num_tokens - request.num_computed - num_new
+        if 0 < remaining < self.config.num_modules:
+            num_new -= self.config.num_modules - remaining
+        return num_new, ()
+
+    def _make_room(self, request: Request, upto: int, entries: dict[str, ScheduledRequest]) -> bool:
+        """Allocates up to ``upto``, preempting younger requests that are not in this step yet."""
+        while not self.kv.allocate(request, upto):
+            victim = next(
+                (
+                    r
+                    for r in reversed(self.running)
+                    if r.request_id not in entries and (r is request or r.priority >= request.priority)
+                ),
+                request,
+            )
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        request.num_preemptions += 1
+        self._restart(request)
+        self._enqueue(request)
+        self._preempted.append(request.request_id)
+
+    def _start(self, request: Request, budget: int) -> int:
+        """Admits a waiting request if its whole prompt has room now; returns its first chunk, 0 for no."""
+        if not request.tables:
+            hit = self.kv.match(request)
+            self.kv.adopt(request, hit)
+            if request.num_output_tokens == 0:
+                request.num_cached_tokens = hit
+        headroom = len(self.running)
+        num_new, _ = self._share(request, budget)
+        fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
+        alone = not self.running and self.num_receiving == 0 and not self._holding
+        if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, request.num_computed + num_new):
+            self.kv.free(request)
+            request.num_computed = 0
+            return 0
+        self.waiting.remove(request)
+        request.state = RequestState.RUNNING
+        self.running.append(request)
+        return num_new
+
+    @property
+    def _holding(self) -> bool:
+        return any(r.state is RequestState.HELD for r in self.requests.values())
+
+    def _entry(self, request: Request, num_new: int, drafts: tuple[int, ...]) -> ScheduledRequest:
+        samples = request.stop_at is None and request.num_computed + num_new == request.num_tokens
+        return ScheduledRequest(
+            request_id=request.request_id,
+            known=request.token_ids,
+            start=request.num_computed,
+            num_new=num_new,
+            drafts=drafts,
+            samples=samples,
+            tables=request.tables,
+            sampling=request.sampling,
+            num_prompt=request.num_prompt_tokens,
+            handover_carry=self._carry.pop(request.request_id, None),
+        )
+
+    # ---- what came of it --------------------------------------------------------------------------------
+
+    def apply(self, batch: ScheduledBatch, output: RunnerOutput) -> StepOutput:
+        """Appends tokens, ends requests, registers final blocks. Call before the next `schedule`."""
+        self.kv.copies_done(batch.copies)
+        updates: list[RequestUpdate] = []
+        forked: list[tuple[str, str]] = []
+        for entry, result in zip(batch.entries, output.outputs, strict=True):
+            request = self.requests.get(entry.request_id)
+            if request is None or request.state is not RequestState.RUNNING:
+                continue  # aborted while the step ran
+            if entry.samples and request.num_sequences > 1:
+                forked += [(request.request_id, child.request_id) for child in self._fork(request, entry)]
+            updates.append(self._apply_one(request, entry, result))
+        preempted, self._preempted = tuple(self._preempted), []
+        num_tokens = sum(e.end - e.start for e in batch.entries)
+        return StepOutput(tuple(updates), tuple(forked), num_tokens, preempted)
+
+    def _apply_one(self, request: Request, entry: ScheduledRequest, result: RequestOutput) -> RequestUpdate:
+        request.num_computed = entry.start + entry.num_new + result.num_accepted
+        tokens: tuple[int, ...] = ()
+        reason: FinishReason | None = None
+        if entry.samples:
+            tokens, reason = self._append(request, result.tokens)
+            for stats in (request.spec, self.stats):
+                stats.record(len(entry.drafts), result.num_accepted)
+            request.num_computed = min(request.num_computed, request.num_tokens)
+            request.drafts = result.next_drafts
+        elif request.stop_at == request.num_computed:
+            reason = FinishReason.CUT
+        final = self.final_upto(request)
+        self.kv.register_final(request, final)
+        update = RequestUpdate(
+            request.request_id,
+            tokens,
+            result.logprobs[: len(tokens)] if result.logprobs is not None else None,
+            final,
+            request.num_computed,
+            reason,
+            request.stop_string,
+        )
+        if reason is not None:
+            self.running.remove(request)
+            if request.hold_blocks:
+                # Old owner: the running request. New owner: the hold, until `release` or `abort`.
+                request.state = RequestState.HELD
+                request.finish_reason = reason
+            else:
+                self._finish(request, reason)
+        elif request.stop_at is not None or not request.hold_blocks:
+            self.kv.free_skipped(request)
+        return update
+
+    def _fork(self, parent: Request, entry: ScheduledRequest) -> list[Request]:
+        """Starts sequences 1..n-1 of ``parent``, whose prompt has just been computed.
+
+        Slots below L-N depend on the prompt only: those blocks are shared. What a child recomputes itself
+        (and the block it lies in) starts there, or at the cut with the hand-over's row.
+        """
+        children = []
+        prompt_len = parent.num_tokens
+        shared = max(0, prompt_len - max(self.config.num_modules, 1))
+        start = max(entry.start, shared)
+        for child in sequences_of(parent):
+            self.requests[child.request_id] = child
+            self._stop_checkers[child.request_id] = self._make_stop_checker(child)
+            seat = len(self.running) < self._seats
+            if seat and self.kv.fork(parent, child, shared, start):
+                child.state = RequestState.RUNNING
+                self.running.append(child)
+                if start > shared and entry.handover_carry is not None:
+                    self._carry[child.request_id] = entry.handover_carry
+            else:
+                self._enqueue(child)
+            children.append(child)
+        parent.num_sequences = 1
+        return children
+
+    def final_upto(self, request: Request) -> int:
+        """Positions below it are never written again (02-exactness 3)."""
+        n = self.config.num_modules
+        if n == 0:
+            return request.num_computed
+        return max(0, min(request.num_computed, request.num_tokens - n))
+
+    def _append(
+        self, request: Request, tokens: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends tokens up to the first that ends the request; nothing past it is kept."""
+        checker = self._stop_checkers[request.request_id]
+        limit = min(self.config.max_model_len, self.max_request_tokens)
+        for i, token in enumerate(tokens):
+            request.token_ids.append(token)
+            reason = checker.check(token)
+            if reason is None and (
+                request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= limit
+            ):
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                request.stop_string = checker.stop_string
+                return tokens[: i + 1], reason
+        return tokens, None
+
+    # ---- checks and figures -----------------------------------------------------------------------------
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens still to compute of everything admitted or queued, decodes counting one."""
+        return sum(max(0, r.end - r.num_computed) for r in self.requests.values())
+
+    def check_invariants(self) -> None:
+        """Queues hold what their names say, and every block has exactly its owners."""
+        for queue, state in (
+            (self.waiting, RequestState.WAITING),
+            (self.ready, RequestState.READY),
+            (self.running, RequestState.RUNNING),
+        ):
+            assert all(r.state is state for r in queue), f"{state} queue holds {queue}"
+            assert len(set(map(id, queue))) == len(queue), f"{state} queue holds a request twice"
+        queued = len(self.waiting) + len(self.ready) + len(self.running)
+        aside = {RequestState.RECEIVING_KV, RequestState.HELD}
+        assert queued == sum(r.state not in aside for r in self.requests.values()), "a request is in no queue"
+        for request in self.requests.values():
+            assert 0 <= request.num_computed <= request.num_tokens, f"{request!r} computed too much"
+            assert len(request.drafts) <= self.config.num_modules
+            if request.state is RequestState.WAITING:
+                assert not any(request.tables), f"{request!r} waits and owns blocks"
+        self.kv.check_invariants(self.requests.values())

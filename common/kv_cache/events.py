@@ -1,0 +1,67 @@
+"""What the prefix cache has to tell the outside: collected during a step, taken once at its end."""
+
+from collections.abc import Sequence
+
+from common.block_hash import BlockHasher, event_hash
+from common.extra_keys import to_event_form
+from common.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from common.request import Request
+
+MEDIUM = "GPU"  # the field's name for the engine's own memory, whichever device that is
+
+
+class CacheEvents:
+    """Events in the order in which the cache changed. ``group_idx`` is written where groups are several."""
+
+    def __init__(self, hasher: BlockHasher, num_groups: int) -> None:
+        self._hasher = hasher
+        self._several = num_groups > 1
+        self._events: list[KVEvent] = []
+
+    def take(self) -> list[KVEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def removed(self, group: int, digests: Sequence[bytes]) -> None:
+        self._events.append(
+            BlockRemoved(
+                block_hashes=[event_hash(d) for d in digests],
+                medium=MEDIUM,
+                group_idx=group if self._several else None,
+            )
+        )
+
+    def cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def stored(self, group: int, request: Request, positions: Sequence[int]) -> None:
+        """Announces the request's blocks at ``positions`` (ascending), one event per unbroken run."""
+        run: list[int] = []
+        for i in positions:
+            if run and i != run[-1] + 1:
+                self._stored_run(group, request, run)
+                run = []
+            run.append(i)
+        self._stored_run(group, request, run)
+
+    def _stored_run(self, group: int, request: Request, run: Sequence[int]) -> None:
+        size, k = self._hasher.block_size, self._hasher.num_lookahead
+        start, end = run[0] * size, (run[-1] + 1) * size
+        hashes, ids, extra = request.block_hashes, request.token_ids, request.extra_keys
+        keys = None
+        if extra is not None:
+            keys = [to_event_form(extra.keys_for(i * size, (i + 1) * size + k)) for i in run]
+        self._events.append(
+            BlockStored(
+                block_hashes=[event_hash(hashes[i]) for i in run],
+                parent_block_hash=event_hash(hashes[run[0] - 1]) if run[0] else None,
+                token_ids=ids[start:end],
+                block_size=size,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=request.lora_name,
+                extra_keys=keys if keys and any(keys) else None,
+                group_idx=group if self._several else None,
+                lookahead_token_ids=[ids[(i + 1) * size : (i + 1) * size + k] for i in run] if k else None,
+            )
+        )

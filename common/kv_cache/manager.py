@@ -1,0 +1,320 @@
+"""Block tables of requests over all KV groups: allocate, hit, register, free, fork.
+
+A request owns one reference on every non-null block of its tables. Groups share the block hashes; a hit is
+the longest length on which all groups agree, found by iterating to a fixed point (02-exactness 3). Only
+*final* blocks are registered, at the end of the step that made them final. No torch here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.block_hash import BlockHasher
+from common.errors import CapacityError
+from common.kv_cache.block_pool import BlockPool
+from common.kv_cache.events import CacheEvents
+from common.kv_cache.layout import NULL_BLOCK, KVGroupSpec, KVLayout, cdiv
+from common.request import Request
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy a whole block before the next step runs; both blocks are owned until `copies_done`."""
+
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass
+class CacheStats:
+    """Prefix-cache counters, in tokens; cumulative since start."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
+class KVCacheManager:
+    """``num_blocks[g]`` blocks of group g, null block included."""
+
+    layout: KVLayout
+    num_blocks: Sequence[int]
+    hasher: BlockHasher
+    prefix_caching: bool = True
+    stats: CacheStats = field(default_factory=CacheStats)
+
+    def __post_init__(self) -> None:
+        self.pools = [BlockPool(n) for n in self.num_blocks]
+        self.events = CacheEvents(self.hasher, len(self.pools))
+        self._pending_copies: list[BlockCopy] = []
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    @property
+    def groups(self) -> tuple[KVGroupSpec, ...]:
+        return self.layout.groups
+
+    # ---- sizes ------------------------------------------------------------------------------------------
+
+    def max_request_tokens(self, max_in_flight: int, max_model_len: int) -> int:
+        """Longest sequence that can be alone in the pools."""
+        longest = max_model_len
+        for pool, group in zip(self.pools, self.groups, strict=True):
+            usable = pool.num_blocks - 1
+            if group.window is None:
+                longest = min(longest, usable * self.block_size)
+            elif usable < group.max_blocks(max_in_flight, longest):
+                longest = min(longest, usable * self.block_size)
+        return longest
+
+    def free_share(self) -> float:
+        """Smallest free share over groups, 0..1."""
+        return min(pool.num_free / (pool.num_blocks - 1) for pool in self.pools)
+
+    def blocks_missing(self, request: Request, upto: int) -> list[int]:
+        """Blocks each group must still give so that positions below ``upto`` have a place."""
+        missing = []
+        for g, group in enumerate(self.groups):
+            have = len(request.tables[g]) if request.tables else 0
+            start = max(have, group.first_needed_block(request.num_computed))
+            missing.append(max(0, cdiv(upto, group.block_size) - start))
+        return missing
+
+    def fits(self, request: Request, upto: int, headroom: int, max_in_flight: int) -> bool:
+        """Whether the whole of ``upto`` positions could be owned now, ``headroom`` blocks left free.
+
+        A window group never owns more than its cap at a time.
+        """
+        for pool, group, need in zip(
+            self.pools, self.groups, self.blocks_missing(request, upto), strict=True
+        ):
+            if min(need, group.max_blocks(max_in_flight, upto)) + headroom > pool.num_free:
+                return False
+        return True
+
+    # ---- tables -----------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, upto: int) -> bool:
+        """Extends every table to cover positions below ``upto``; all groups or none. False: no room."""
+        if not request.tables:
+            request.tables = [[] for _ in self.groups]
+            request.num_registered = [0] * len(self.groups)
+        missing = self.blocks_missing(request, upto)
+        if any(need > pool.num_free for need, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for g, need in enumerate(missing):
+            table = request.tables[g]
+            if need:
+                blocks = self._take(g, need)
+                holes = cdiv(upto, self.groups[g].block_size) - len(table) - need
+                table.extend([NULL_BLOCK] * holes + blocks)
+        return True
+
+    def _take(self, g: int, count: int) -> list[int]:
+        blocks, evicted = self.pools[g].allocate(count)
+        if evicted:
+            self.events.removed(g, evicted)
+        return blocks
+
+    def allocate_span(self, request: Request, computed: int, upto: int) -> bool:
+        """Hand-over: blocks for positions that ``computed`` received tokens leave in use, below ``upto``.
+
+        Window groups get null blocks up to the first one that is needed once ``computed`` tokens are
+        there; full groups get all. Tables may already start with a hit.
+        """
+        needs = []
+        for g, group in enumerate(self.groups):
+            have = len(request.tables[g])
+            start = max(have, group.first_needed_block(computed))
+            needs.append((start - have, max(0, cdiv(upto, group.block_size) - start)))
+        if any(need > pool.num_free for (_, need), pool in zip(needs, self.pools, strict=True)):
+            return False
+        for g, (holes, need) in enumerate(needs):
+            request.tables[g].extend([NULL_BLOCK] * holes + self._take(g, need))
+        return True
+
+    def free_skipped(self, request: Request) -> None:
+        """Gives back window blocks that no later step reads (late free)."""
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            table = request.tables[g]
+            end = min(group.first_needed_block(request.num_computed), len(table))
+            for i in range(end - 1, -1, -1):
+                if table[i] == NULL_BLOCK:
+                    break
+                self.pools[g].free((table[i],))
+                table[i] = NULL_BLOCK
+
+    def free(self, request: Request) -> None:
+        """Ends the request's ownership of all its blocks; the tail goes first, so it is evicted first."""
+        for pool, table in zip(self.pools, request.tables, strict=False):
+            pool.free(reversed(table))
+        request.tables = []
+        request.num_registered = []
+
+    def quarantine(self, request: Request, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Takes blocks that a broken transfer may still write to out of the request and out of use."""
+        for g, ids in blocks.items():
+            for block in ids:
+                self.pools[g].quarantine(block)
+                table = request.tables[g]
+                table[table.index(block)] = NULL_BLOCK
+
+    # ---- prefix cache -----------------------------------------------------------------------------------
+
+    def hash_known(self, request: Request) -> None:
+        """Brings the request's block hashes up to its known tokens."""
+        self.hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
+
+    def match(self, request: Request) -> int:
+        """Tokens of the longest hit that leaves at least max(k, 1) tokens to compute; owns nothing yet."""
+        if not self.prefix_caching:
+            return 0
+        self.hash_known(request)
+        leave = max(self.hasher.num_lookahead, 1)
+        limit = min(len(request.block_hashes), max(0, request.num_tokens - leave) // self.block_size)
+        if request.stop_at is not None:
+            limit = min(limit, (request.stop_at - 1) // self.block_size)  # something is left to compute
+        return self._longest_hit(request.block_hashes, limit) * self.block_size
+
+    def _longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        length = limit
+        while True:
+            before = length
+            for pool, group in zip(self.pools, self.groups, strict=True):
+                find = _full_hit if group.window is None else _window_hit
+                length = find(pool.lookup, hashes, length, group)
+            if length == before:
+                return length
+
+    def adopt(self, request: Request, num_tokens: int) -> None:
+        """Puts the blocks of a hit of ``num_tokens`` into the (empty) tables; the request owns them now."""
+        request.tables = [[] for _ in self.groups]
+        num_blocks = num_tokens // self.block_size
+        for g, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
+            first = group.first_needed_block(num_tokens)
+            table = request.tables[g]
+            table.extend([NULL_BLOCK] * first)
+            for digest in request.block_hashes[first:num_blocks]:
+                block = pool.lookup(digest)
+                assert block is not None, "a hit lost its block before it was adopted"
+                pool.share(block)
+                table.append(block)
+        request.num_registered = [num_blocks] * len(self.groups)
+        request.num_computed = num_tokens
+
+    def register_final(self, request: Request, final: int) -> None:
+        """Makes the request's blocks below position ``final`` findable and announces the new ones."""
+        if not self.prefix_caching:
+            return
+        self.hash_known(request)
+        upto = min(final // self.block_size, len(request.block_hashes))
+        for g, pool in enumerate(self.pools):
+            first, table = request.num_registered[g], request.tables[g]
+            if first >= upto:
+                continue
+            fresh: list[int] = []
+            for i in range(first, min(upto, len(table))):
+                if table[i] != NULL_BLOCK and pool.register(table[i], request.block_hashes[i]):
+                    fresh.append(i)
+            request.num_registered[g] = upto
+            if fresh:
+                self.events.stored(g, request, fresh)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached block. Running requests keep theirs, unregistered."""
+        for pool in self.pools:
+            pool.clear_hashes()
+        self.events.cleared()
+
+    # ---- n sequences from one prompt --------------------------------------------------------------------
+
+    def fork(self, parent: Request, child: Request, shared_upto: int, upto: int) -> bool:
+        """Gives ``child`` positions below ``upto`` of ``parent``.
+
+        Blocks wholly below ``shared_upto`` are shared, later ones copied (either may write to those).
+        Copies are carried out before the next step; until `copies_done` a source has one owner more.
+        """
+        whole, end = shared_upto // self.block_size, cdiv(upto, self.block_size)
+        if any(pool.num_free < end - whole for pool in self.pools):
+            return False
+        child.tables = []
+        for g, pool in enumerate(self.pools):
+            table = parent.tables[g][:whole]
+            for block in table:
+                pool.share(block)
+            for source in parent.tables[g][whole:end]:
+                pool.share(source)
+                (copy,) = self._take(g, 1)
+                self._pending_copies.append(BlockCopy(g, source, copy))
+                table.append(copy)
+            child.tables.append(table)
+        child.num_registered = [min(whole, n) for n in parent.num_registered]
+        child.num_computed = upto
+        return True
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        copies, self._pending_copies = tuple(self._pending_copies), []
+        return copies
+
+    def copies_done(self, copies: Iterable[BlockCopy]) -> None:
+        for copy in copies:
+            self.pools[copy.group].free((copy.source,))
+
+    # ---- checks -----------------------------------------------------------------------------------------
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Every owned block is owned by exactly the tables (and pending copies) that name it."""
+        owners: list[dict[int, int]] = [{} for _ in self.pools]
+        for request in requests:
+            for g, table in enumerate(request.tables):
+                for block in table:
+                    if block != NULL_BLOCK:
+                        owners[g][block] = owners[g].get(block, 0) + 1
+        for copy in self._pending_copies:
+            owners[copy.group][copy.source] = owners[copy.group].get(copy.source, 0) + 1
+        for pool, counted in zip(self.pools, owners, strict=True):
+            pool.check_invariants()
+            for block in range(1, pool.num_blocks):
+                assert pool.ref_count(block) == counted.get(block, 0), f"block {block}: owners differ"
+
+
+Lookup = Callable[[bytes], int | None]
+
+
+def _full_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: KVGroupSpec) -> int:
+    for i in range(limit):
+        if lookup(hashes[i]) is None:
+            return i
+    return limit
+
+
+def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: KVGroupSpec) -> int:
+    """Longest h <= limit such that every block still needed after h blocks is cached (right to left)."""
+    h, run = limit, 0
+    while h > 0:
+        needed = h - group.first_needed_block(h * group.block_size)
+        if run >= needed:
+            return h
+        i = h - run - 1
+        if lookup(hashes[i]) is None:
+            h, run = i, 0
+        else:
+            run += 1
+    return 0
+
+
+def pool_sizes(layout: KVLayout, kv_cache_bytes: int, num_blocks: int) -> list[int]:
+    """Blocks of each group, null block included: ``num_blocks`` each, or what the memory holds."""
+    if num_blocks:
+        return [num_blocks + 1] * len(layout.groups)
+    count = kv_cache_bytes // layout.bytes_per_block
+    if count < 2:
+        raise CapacityError(
+            f"kv_cache_mib holds {count} KV blocks of {layout.bytes_per_block} bytes; "
+            f"at least 2 are needed: raise it to {cdiv(2 * layout.bytes_per_block, 1 << 20)} or more"
+        )
+    return [count] * len(layout.groups)
