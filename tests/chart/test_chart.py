@@ -60,6 +60,21 @@ def test_manifests_are_valid_kubernetes(release: Release, kubernetes: str) -> No
         assert kubernetes_validate.validate(manifest, kubernetes, strict=True) == kubernetes
 
 
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [n for child in value.values() for n in numbers(child)]
+    if isinstance(value, list):
+        return [n for child in value for n in numbers(child)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_numbers_are_integers(release: Release) -> None:
+    """Helm holds numbers as floats; 1.00065e+09 would be valid YAML and no valid user id."""
+    found = [n for manifest in release.objects for n in numbers(manifest)]
+    assert found
+    assert [n for n in found if isinstance(n, float)] == []
+
+
 def test_kubernetes_schemas_do_refuse() -> None:
     broken = {**render().workload("decode"), "spec": {"replicas": "two"}}
     with pytest.raises(kubernetes_validate.ValidationError):
