@@ -11,7 +11,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -200,8 +200,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def respond(send: Send, status: int, body: bytes, content_type: str = "application/json") -> None:
+async def respond(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: str = "application/json",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
     """Sends one whole HTTP response."""
-    headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    own = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
     await send({"type": "http.response.body", "body": body})
