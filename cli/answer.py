@@ -44,6 +44,27 @@ class Answer:
         )
 
 
+class Shown:
+    """Text on stdout piece by piece, and when its first and last piece came."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.first_s = self.last_s = time.perf_counter()
+
+    def add(self, piece: str) -> None:
+        if not piece:
+            return
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s if self.text else self.last_s
+        self.text += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
 async def ask(
     client: httpx.AsyncClient, prompt: str, options: Mapping[str, Any], *, model: str = "", raw: bool = False
 ) -> Answer:
@@ -62,18 +83,11 @@ async def ask(
 
 
 async def _show(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Answer:
-    start_s = first_s = last_s = time.perf_counter()
-    pieces: list[str] = []
+    start_s = time.perf_counter()
+    shown = Shown()
     usage: Mapping[str, Any] = {}
     async for chunk in stream(client, path, body):
         usage = chunk.get("usage") or usage
-        piece = text_of(chunk)
-        if piece:
-            last_s = time.perf_counter()
-            first_s = first_s if pieces else last_s
-            pieces.append(piece)
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    return Answer("".join(pieces), first_s - start_s, last_s - first_s, usage)
+        shown.add(text_of(chunk))
+    shown.end()
+    return Answer(shown.text, shown.first_s - start_s, shown.last_s - shown.first_s, usage)

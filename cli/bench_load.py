@@ -26,13 +26,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--model", default=None, help="model name in the requests; default: the first that the server lists")
     add("--concurrency", type=positive_int, default=1, help="requests in flight (default: %(default)s)")
     add("--num-requests", type=positive_int, default=16, help="requests in all (default: %(default)s)")
-    add("--input-len", type=positive_int, default=128, help="prompt tokens, without --prompts (default: %(default)s)")
+    add(
+        "--input-len",
+        type=positive_int,
+        default=128,
+        help="prompt tokens, without --prompts (default: %(default)s)",
+    )
     add("--output-len", type=positive_int, default=64, help="tokens to generate (default: %(default)s)")
-    add("--prompts", type=Path, default=None, metavar="FILE", help="one prompt a line, or .jsonl with `prompt`")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy (default: %(default)s)")
+    add(
+        "--prompts",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="one prompt a line, or .jsonl with `prompt`",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature; 0: greedy (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="seed of the prompts and of sampling (default: %(default)s)")
-    add("--stop-at-eos", action="store_true", help="let answers end early; default: always --output-len tokens")
-    add("--warmup", type=int, default=1, help="requests that are sent first and not counted (default: %(default)s)")
+    add(
+        "--stop-at-eos",
+        action="store_true",
+        help="let answers end early; default: always --output-len tokens",
+    )
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        help="requests that are sent first and not counted (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 

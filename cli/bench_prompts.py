@@ -53,7 +53,9 @@ def read_prompts(file: Path) -> list[str]:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if file.suffix == ".jsonl" else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--prompts {file}: {error!r}; expected a text file, or .jsonl with `prompt`") from None
+        raise ConfigError(
+            f"--prompts {file}: {error!r}; expected a text file, or .jsonl with `prompt`"
+        ) from None
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f"--prompts {file}: no prompts in it, or one that is not a string")
     return prompts

@@ -1,7 +1,7 @@
 """A streaming client of the router's OpenAI routes, for `generate`, `bench load` and `demo`.
 
-Deadlines are in `CLIENT_TIMEOUT`: to connect, and between two pieces of an answer. Whatever goes wrong becomes
-a BatonError with the server's own words.
+Deadlines are in `CLIENT_TIMEOUT`: to connect, and between two pieces of an answer. Whatever goes wrong
+becomes a BatonError with the server's own words.
 """
 
 import json
@@ -40,7 +40,9 @@ async def get_json(client: httpx.AsyncClient, path: str) -> Any:
     return response.json()
 
 
-async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def stream(
+    client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
     """POSTs ``body`` with streaming and usage switched on; yields the chunks, decoded.
 
     Raises CannotConnect, InvalidRequest (4xx, with the server's message) or NodeFailed: also for an error

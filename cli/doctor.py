@@ -115,7 +115,9 @@ def _ucx_transports() -> list[str]:
         tool = Path(folder, "bin", "ucx_info")
         environ = {**os.environ, "LD_LIBRARY_PATH": str(Path(folder, "lib")), "UCX_TLS": "all"}
         try:
-            done = subprocess.run([tool, "-d"], env=environ, capture_output=True, text=True, timeout=20, check=False)
+            done = subprocess.run(
+                [tool, "-d"], env=environ, capture_output=True, text=True, timeout=20, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         names = {line.split(":")[1].strip() for line in done.stdout.splitlines() if "Transport:" in line}
@@ -151,7 +153,9 @@ def _as_text(report: dict[str, Any], usable: bool) -> str:
         f"machine  {machine['system']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {flags}",
     ]
     if torch["ok"]:
-        lines.append(f"torch    {torch['version']}, {', '.join(torch['devices'])}, {torch['threads']} threads")
+        lines.append(
+            f"torch    {torch['version']}, {', '.join(torch['devices'])}, {torch['threads']} threads"
+        )
     else:
         lines.append(f"torch    MISSING: {torch['reason']}")
     if ucx["ok"]:

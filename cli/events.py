@@ -16,7 +16,12 @@ TOKENS_SHOWN = 8
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--endpoint", required=True, help="ZMQ address of the publisher, e.g. tcp://127.0.0.1:5557")
-    add("--replay", default=None, metavar="ENDPOINT", help="ZMQ address of its replay; without it gaps stay open")
+    add(
+        "--replay",
+        default=None,
+        metavar="ENDPOINT",
+        help="ZMQ address of its replay; without it gaps stay open",
+    )
     add("--topic", default="", help="topic prefix to follow (default: all)")
     add("--foreign", action="store_true", help="the publisher is another engine: replay only, no snapshot")
     add("--count", type=positive_int, default=None, help="stop after so many batches")
@@ -35,7 +40,9 @@ async def follow(args: argparse.Namespace) -> None:
 
     describe = _as_json if args.json else _as_text
     seen = 0
-    async with KVEventReader(args.endpoint, args.replay, topic=args.topic, snapshots=not args.foreign) as reader:
+    async with KVEventReader(
+        args.endpoint, args.replay, topic=args.topic, snapshots=not args.foreign
+    ) as reader:
         async for update in reader.updates():
             print(describe(update), flush=True)
             seen += isinstance(update, Events)

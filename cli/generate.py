@@ -12,7 +12,8 @@ from typing import Any
 
 from cli.number_types import positive_int
 from cli.options import add_config
-from common.config import EngineOptions, ModelOptions
+from cli.up_config import UpModelOptions
+from common.config import EngineOptions
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -21,7 +22,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class LocalConfig:
     """The in-process engine."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: UpModelOptions = field(default_factory=UpModelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 def add_config(parser: argparse.ArgumentParser, cls: type) -> None:
     """One flag per option of ``cls``, and `--config` for a YAML file with the same names."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; flags and BATON_* win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with options; flags and BATON_* win over it"
+    )
     add_flags(parser, cls)
 
 

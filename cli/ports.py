@@ -32,4 +32,6 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 def require_free(port: int, host: str, flag: str) -> None:
     """Raises ConfigError that names the flag when ``port`` is taken."""
     if not port_is_free(port, host):
-        raise ConfigError(f"port {port} on {host} is in use; stop what listens there or choose another with {flag}")
+        raise ConfigError(
+            f"port {port} on {host} is in use; stop what listens there or choose another with {flag}"
+        )

@@ -27,7 +27,7 @@ class Child:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self, environ: Mapping[str, str], *, echo: bool = False) -> None:
-        """Starts it; its group id is its pid, so that a Ctrl-C in the terminal reaches the supervisor only."""
+        """Starts it; its group id is its pid: a Ctrl-C in the terminal reaches the supervisor only."""
         with self.log.open("wb") as log:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "cli.main", *self.words],
@@ -80,13 +80,17 @@ class Child:
     def how_it_ended(self) -> str:
         """For a person: the exit code or signal, and the end of the log, which says why."""
         code = self.exit_code()
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with {code}"
+        )
         tail = "".join(f"\n    {line}" for line in self.last_lines())
         return f"{self.name} {how}; the end of its log ({self.log}):{tail or ' empty'}"
 
 
 def stop_all(children: Iterable[Child], *, grace_s: float, kill_wait_s: float = 1.0) -> list[str]:
-    """SIGTERM to every group, SIGKILL to what is left after ``grace_s``. Names of those that had to be killed."""
+    """SIGTERM to every group, SIGKILL to what is left after ``grace_s``; names of those it took that for."""
     alive = [child for child in children if child.exit_code() is None and child.pid is not None]
     for child in alive:
         child.signal(signal.SIGTERM)

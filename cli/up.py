@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
 class Supervisor:
     """The processes of one `up`, from start to stop."""
 
-    def __init__(self, config: UpConfig, folder: Path, environ: dict[str, str], stop: threading.Event) -> None:
+    def __init__(
+        self, config: UpConfig, folder: Path, environ: dict[str, str], stop: threading.Event
+    ) -> None:
         names = node_names(config)
         router_port, control, *nodes = free_ports(2 + len(names))
         self.ports = Ports(config.up.port or router_port, control, tuple(nodes))
@@ -178,7 +180,6 @@ def not_ready_reasons(host: str, port: int) -> list[str]:
 
 def _prepare_model(config: UpConfig, environ: dict[str, str], stop: threading.Event) -> bool:
     """In a process of its own, so that the supervisor stays small. False when told to stop meanwhile."""
-    model = config.model.model
     command = [sys.executable, "-m", "cli.main", "model", "prepare", config.model.model]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environ) as process:
         while process.poll() is None:

@@ -65,7 +65,9 @@ class Ports:
 
 def node_names(config: UpConfig) -> list[str]:
     """Prefill nodes first."""
-    return [f"prefill-{i}" for i in range(config.num_prefill)] + [f"decode-{i}" for i in range(config.up.decode)]
+    return [f"prefill-{i}" for i in range(config.num_prefill)] + [
+        f"decode-{i}" for i in range(config.up.decode)
+    ]
 
 
 def threads_per_node(config: UpConfig, num_cores: int) -> int:

@@ -9,7 +9,16 @@ import pytest
 
 LEAK_GRACE_S = 2.0  # for threads that are just ending
 # Pools that live as long as the process, whoever used them first.
-LASTING_THREADS = ("asyncio_", "ThreadPoolExecutor", "tqdm", "pydevd", "AnyIO worker", "ucxx", "rmm", "notifier")
+LASTING_THREADS = (
+    "asyncio_",
+    "ThreadPoolExecutor",
+    "tqdm",
+    "pydevd",
+    "AnyIO worker",
+    "ucxx",
+    "rmm",
+    "notifier",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
