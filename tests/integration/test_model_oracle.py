@@ -141,7 +141,7 @@ def test_random_checkpoints_agree_with_transformers(case: str, tmp_path: Path) -
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
 def test_recorded_goldens(family: str, shared_dir: Path) -> None:
-    """Tokens and top-5 log-probabilities of another engine, fp32, prompts of 1 to 700 tokens, teacher-forced."""
+    """Tokens and top-5 log-probabilities of another engine, fp32, prompts of 1 to 700, teacher-forced."""
     folder = shared_dir / "conformance" / "models"
     model = load_transformer(folder / f"tiny_{family}", "float32")
     cases = json.loads((folder / f"golden_{family}_fp32.json").read_text())
