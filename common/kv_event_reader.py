@@ -166,9 +166,11 @@ class KVEventReader:
             yield Undecodable(None, f"message of {len(message)} frames: {error}")
             return
         verdict = self._tracker.judge(seq, payload)
-        if verdict is Verdict.RESTART:
-            async for update in self._on_restart(None, recover=False):
-                yield update
+        restarted = verdict is Verdict.RESTART
+        if restarted:
+            self._tracker.restarted()
+            self.epoch = None
+            yield Restarted(None)
             verdict = self._tracker.judge(seq, payload)
         if verdict is Verdict.GAP:
             epoch = self.epoch
@@ -181,18 +183,15 @@ class KVEventReader:
         if self._tracker.next_seq == seq:
             yield self._decoded(seq, payload, replayed=False)
             self._tracker.applied(seq)
-
-    async def _on_restart(self, epoch: str | None, *, recover: bool) -> AsyncIterator[Update]:
-        self._tracker.restarted()
-        self.epoch = epoch
-        yield Restarted(epoch)
-        if recover:
-            async for update in self._recover():
-                yield update
+            if restarted and verdict is Verdict.NEXT:  # seen from its first batch on
+                yield CaughtUp(seq, "live")
 
     async def _on_head(self, head: Head) -> AsyncIterator[Update]:
         if self.epoch is not None and head.epoch != self.epoch:
-            async for update in self._on_restart(head.epoch, recover=True):
+            self._tracker.restarted()
+            self.epoch = head.epoch
+            yield Restarted(head.epoch)
+            async for update in self._recover():
                 yield update
             return
         self.epoch = head.epoch

@@ -1,6 +1,6 @@
 """What a reader of KV events tells its consumer, in the order in which to apply it.
 
-Between Gap and CaughtUp what is known of the publisher may be wrong.
+Between Gap or Restarted and CaughtUp what is known of the publisher may be wrong; Lost has no CaughtUp.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class CaughtUp:
     """All batches up to ``seq`` are accounted for."""
 
     seq: int
-    by: Literal["replay", "snapshot"]
+    by: Literal["live", "replay", "snapshot"]
 
 
 @dataclass(frozen=True)

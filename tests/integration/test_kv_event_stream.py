@@ -281,7 +281,8 @@ def test_restart_on_the_same_port_is_seen_and_old_blocks_are_forgotten() -> None
                     await asyncio.sleep(0.3)  # SUB connects again
                     second.publish([block(4, 3)])
                     await follower.until(lambda: follower.hashes() == [3, 4])
-                    assert follower.of_type(Restarted) != []
+                    kinds = [type(update) for update in follower.updates]
+                    assert CaughtUp in kinds[kinds.index(Restarted) :]
                     assert follower.reader.next_seq < old_next
                     if snapshots:
                         await follower.until(lambda: follower.reader.epoch == second.epoch)
@@ -289,6 +290,37 @@ def test_restart_on_the_same_port_is_seen_and_old_blocks_are_forgotten() -> None
 
     asyncio.run(scenario(snapshots=True))
     asyncio.run(scenario(snapshots=False))
+
+
+def test_restart_seen_from_its_first_batch_on() -> None:
+    """The stream goes on with number 0 of a new process: nothing is missing, and that is said."""
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        pub = context.socket(zmq.XPUB)
+        endpoint = f"tcp://127.0.0.1:{pub.bind_to_random_port('tcp://127.0.0.1')}"
+        updates: list[Update] = []
+
+        async def follow() -> None:
+            async with KVEventReader(endpoint, timeouts=FAST) as reader:
+                async for update in reader.updates():
+                    updates.append(update)
+                    if isinstance(update, CaughtUp):
+                        return
+
+        try:
+            task = asyncio.create_task(follow())
+            assert (await pub.recv()).startswith(b"\1")
+            for seq, number in ((0, 1), (1, 2), (0, 3)):
+                payload = encode_batch(KVEventBatch(1.0, [block(number)]))
+                await pub.send_multipart([b"", encode_seq(seq), payload])
+            await asyncio.wait_for(task, DEADLINE_S)
+        finally:
+            pub.close(linger=0)
+            context.destroy(linger=0)
+        assert [type(update) for update in updates] == [Events, Events, Restarted, Events, CaughtUp]
+
+    asyncio.run(scenario())
 
 
 def test_restart_of_an_idle_node_is_seen_by_heartbeat() -> None:
