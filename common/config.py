@@ -22,7 +22,9 @@ from common.errors import ConfigError
 T = TypeVar("T")
 
 
-def option(default: Any, help: str, *, choices: Sequence[str] | None = None, minimum: float | None = None) -> Any:
+def option(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, minimum: float | None = None
+) -> Any:
     """A dataclass field with help text; ``choices`` and ``minimum`` are checked by ``build``."""
     metadata = {"help": help, "choices": tuple(choices) if choices else None, "minimum": minimum}
     if isinstance(default, list | dict):
@@ -45,7 +47,9 @@ class EngineOptions:
     """The engine: scheduler, KV cache and speculator."""
 
     num_speculative_tokens: int = option(
-        -1, "MTP modules used, one draft each; -1: all that the modules folder has, 0: no speculation", minimum=-1
+        -1,
+        "MTP modules used, one draft each; -1: all that the modules folder has, 0: no speculation",
+        minimum=-1,
     )
     block_size: int = option(16, "tokens in a KV block", minimum=1)
     kv_cache_mib: int = option(512, "memory for the KV blocks of all groups, MiB", minimum=1)
@@ -53,10 +57,13 @@ class EngineOptions:
     max_model_len: int = option(0, "longest prompt plus output, tokens; 0: the model's own limit", minimum=0)
     max_num_seqs: int = option(64, "requests that run at once", minimum=1)
     max_num_batched_tokens: int = option(512, "token budget of one step", minimum=1)
-    long_prefill_token_threshold: int = option(0, "longest chunk of one prompt, tokens; 0: the budget", minimum=0)
+    long_prefill_token_threshold: int = option(
+        0, "longest chunk of one prompt, tokens; 0: the budget", minimum=0
+    )
     prefix_caching: bool = option(True, "reuse KV blocks of equal prefixes")
     hash_algorithm: str = option(
-        "blake2b", "block hashes; the _cbor ones are the bytes that other engines hash",
+        "blake2b",
+        "block hashes; the _cbor ones are the bytes that other engines hash",
         choices=("blake2b", "sha256_cbor", "xxhash_cbor"),
     )
     hash_seed: str = option("", "seed string of the first block's parent hash; equal on all nodes")
@@ -81,7 +88,9 @@ class NodeOptions:
 class LogOptions:
     """Logging of every process."""
 
-    log_level: str = option("info", "least severe level written", choices=("debug", "info", "warning", "error"))
+    log_level: str = option(
+        "info", "least severe level written", choices=("debug", "info", "warning", "error")
+    )
     log_format: str = option("text", "one line a record: plain text or JSON", choices=("text", "json"))
 
 
@@ -209,7 +218,9 @@ def _read_file(cls: type, file: str | os.PathLike[str]) -> dict[tuple[str, ...],
             for key, child in node.items():
                 walk(child, (*path, str(key)))
         else:
-            raise ConfigError(f"config file {file}: unknown key {'.'.join(path)!r}; `--help` lists the options")
+            raise ConfigError(
+                f"config file {file}: unknown key {'.'.join(path)!r}; `--help` lists the options"
+            )
 
     walk(document, ())
     return values

@@ -2,7 +2,7 @@
 
     WAITING -> RUNNING -> FINISHED                     an ordinary request
     WAITING -> RUNNING -> HELD -> FINISHED             P: computed to its cut, blocks held for the transfer
-    RECEIVING_KV -> READY -> RUNNING -> FINISHED       D: blocks reserved, KV arriving, then finishing the prompt
+    RECEIVING_KV -> READY -> RUNNING -> FINISHED       D: blocks reserved, KV arriving, prompt finished here
     RUNNING -> WAITING                                 preempted: recomputed later from its known tokens
 
 Role is data: `stop_at` and `hold_blocks` make a prefill, `reserve` makes a hand-over; the engine never asks
@@ -64,9 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

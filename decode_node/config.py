@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from common.config import EngineOptions, LogOptions, ModelOptions, NodeOptions
+from common.config import EngineOptions, LogOptions, ModelOptions, NodeOptions, option
 from kv_transfer.config import TransferConfig
 
 
 @dataclass(frozen=True)
+class DecodeOptions:
+    """What only a decode node has."""
+
+    aggregated: bool = option(False, "compute every prompt here: a cluster without prefill nodes")
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
+    decode: DecodeOptions = field(default_factory=DecodeOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)

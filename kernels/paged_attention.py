@@ -31,7 +31,9 @@ class QueryBatch:
     mask: Tensor | None
 
 
-def store_kv(kv_rows: Tensor, slots: Tensor, layer_offset: int, block_size: int, k: Tensor, v: Tensor) -> None:
+def store_kv(
+    kv_rows: Tensor, slots: Tensor, layer_offset: int, block_size: int, k: Tensor, v: Tensor
+) -> None:
     """Writes k and v [T, KV, Dh] to the K and V rows of ``slots`` [T] (base rows) of one layer.
 
     Several tokens may share a slot of the null block; which of them stays there is nobody's concern.
@@ -41,7 +43,12 @@ def store_kv(kv_rows: Tensor, slots: Tensor, layer_offset: int, block_size: int,
 
 
 def paged_attention(
-    q: Tensor, kv_rows: Tensor, batches: tuple[QueryBatch, ...], layer_offset: int, block_size: int, num_kv_heads: int
+    q: Tensor,
+    kv_rows: Tensor,
+    batches: tuple[QueryBatch, ...],
+    layer_offset: int,
+    block_size: int,
+    num_kv_heads: int,
 ) -> Tensor:
     """q [T, H, Dh] over paged rows [R, KV * Dh] -> [T, H, Dh], scaled by 1/sqrt(Dh)."""
     if len(batches) == 1 and batches[0].rows is None:

@@ -48,7 +48,9 @@ def plan_group(spec: KVGroupSpec, block_rows: int, group: int, spans: Sequence[S
     pieces += [[i] for i, span in enumerate(spans) if len(span) > SHORT]
     whole = len(pieces) == 1
     batches = tuple(
-        _query_batch(spec, block_rows, [tables[i] for i in piece], [spans[i] for i in piece], firsts[piece], whole)
+        _query_batch(
+            spec, block_rows, [tables[i] for i in piece], [spans[i] for i in piece], firsts[piece], whole
+        )
         for piece in pieces
     )
     return GroupPlan(store, batches)
@@ -119,7 +121,8 @@ class PagedAttend:
         offsets = torch.arange(pads.shape[0])
         plans = {
             g: GroupPlan(
-                torch.where(pads, offsets % self._storage.layout.groups[g].block_size, plan.store), plan.batches
+                torch.where(pads, offsets % self._storage.layout.groups[g].block_size, plan.store),
+                plan.batches,
             )
             for g, plan in self._plans.items()
         }

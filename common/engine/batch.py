@@ -58,6 +58,20 @@ class RunnerOutput:
 
 
 @dataclass(frozen=True)
+class RequestSummary:
+    """What a finished sequence used; counters as in `SpecStats`."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted: int
+    accepted_per_pos: tuple[int, ...]
+    verified_per_pos: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RequestUpdate:
     """What a step changed for one request, as its owner hears it."""
 
@@ -68,6 +82,7 @@ class RequestUpdate:
     num_computed: int = 0
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    summary: RequestSummary | None = None  # present iff the sequence ended
 
 
 @dataclass(frozen=True)

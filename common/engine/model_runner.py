@@ -95,9 +95,7 @@ class ModelRunner:
         split = iter(torch.split(self.trunk.logits(torch.cat(rows)), [r.shape[0] for r in rows]))
         return [next(split) if e.samples else None for e in entries]
 
-    def _verify(
-        self, entries: Sequence[ScheduledRequest], logits: Sequence[Tensor | None]
-    ) -> list[Verified]:
+    def _verify(self, entries: Sequence[ScheduledRequest], logits: Sequence[Tensor | None]) -> list[Verified]:
         verified = []
         for entry, rows in zip(entries, logits, strict=True):
             tokens = () if rows is None else self._verify_one(entry, rows)

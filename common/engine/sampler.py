@@ -143,7 +143,9 @@ def _full_log_q(q: DraftDistribution, j: int, vocab_size: int) -> Tensor:
     return torch.full((vocab_size,), NEG_INF).scatter(0, q.ids, q.log_q[j])
 
 
-def draw_draft(log_q: Tensor, ids: Tensor | None, sampling: SamplingParams, key: int, position: int, vocab_size: int) -> int:
+def draw_draft(
+    log_q: Tensor, ids: Tensor | None, sampling: SamplingParams, key: int, position: int, vocab_size: int
+) -> int:
     """Index into log_q [Vd] of the draft for ``position``: coupled to the trunk's noise where seeded."""
     if sampling.greedy:
         return int(log_q.argmax())

@@ -7,11 +7,13 @@ its blocks go, it waits, and is later recomputed from its known tokens (prefix h
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.engine.batch import (
     RequestOutput,
+    RequestSummary,
     RequestUpdate,
     RunnerOutput,
     ScheduledBatch,
@@ -133,9 +135,7 @@ class Scheduler:
         request.state = RequestState.READY
         self.ready.append(request)
 
-    def kv_failed(
-        self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]]
-    ) -> None:
+    def kv_failed(self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]]) -> None:
         """The transfer ended early. Received final blocks go into the cache, the rest is freed, and the
         request starts again as an ordinary one: what was kept is found as a hit."""
         request = self._receiving(request_id)
@@ -286,7 +286,9 @@ class Scheduler:
                 (
                     r
                     for r in reversed(self.running)
-                    if r.request_id not in entries and (r is request or r.priority >= request.priority)
+                    if r.request_id not in entries
+                    and not _is_pinned(r)
+                    and (r is request or r.priority >= request.priority)
                 ),
                 request,
             )
@@ -313,7 +315,8 @@ class Scheduler:
         num_new, _ = self._share(request, budget)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
         alone = not self.running and self.num_receiving == 0 and not self._holding
-        if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, request.num_computed + num_new):
+        upto = request.end if _is_pinned(request) else request.num_computed + num_new
+        if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
             self.kv.free(request)
             request.num_computed = 0
             return 0
@@ -381,6 +384,7 @@ class Scheduler:
             request.num_computed,
             reason,
             request.stop_string,
+            None if reason is None else summary_of(request),
         )
         if reason is not None:
             self.running.remove(request)
@@ -451,6 +455,9 @@ class Scheduler:
         """Tokens still to compute of everything admitted or queued, decodes counting one."""
         return sum(max(0, r.end - r.num_computed) for r in self.requests.values())
 
+    def count_by_state(self) -> Counter[str]:
+        return Counter(request.state.value for request in self.requests.values())
+
     def check_invariants(self) -> None:
         """Queues hold what their names say, and every block has exactly its owners."""
         for queue, state in (
@@ -469,3 +476,22 @@ class Scheduler:
             if request.state is RequestState.WAITING:
                 assert not any(request.tables), f"{request!r} waits and owns blocks"
         self.kv.check_invariants(self.requests.values())
+
+
+def _is_pinned(request: Request) -> bool:
+    """A prefill whose blocks a transfer may be reading: it owns all of them from its start and keeps them."""
+    return request.stop_at is not None and request.hold_blocks
+
+
+def summary_of(request: Request) -> RequestSummary:
+    spec = request.spec
+    return RequestSummary(
+        request.num_prompt_tokens,
+        request.num_output_tokens,
+        request.num_cached_tokens,
+        spec.num_drafts,
+        spec.num_draft_tokens,
+        spec.num_accepted,
+        tuple(spec.accepted_per_pos),
+        tuple(spec.verified_per_pos),
+    )

@@ -85,7 +85,9 @@ class MtpSpeculator:
         state = torch.cat([r.hidden for r in rows])
         drafts = [Drafts() for _ in entries]
         for m in range(self.num_modules):
-            ids = torch.from_numpy(np.concatenate([r.next_ids[m : m + len(s)] for r, s in zip(rows, spans, strict=True)]))
+            ids = torch.from_numpy(
+                np.concatenate([r.next_ids[m : m + len(s)] for r, s in zip(rows, spans, strict=True)])
+            )
             pads = np.concatenate([_pads(r, m, e.samples) for r, e in zip(rows, entries, strict=True)])
             paged = attend.with_pads(torch.from_numpy(pads)) if pads.any() else attend
             state = self._modules.forward_module(m, state, ids, positions, paged)

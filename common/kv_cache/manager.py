@@ -63,9 +63,7 @@ class KVCacheManager:
         longest = max_model_len
         for pool, group in zip(self.pools, self.groups, strict=True):
             usable = pool.num_blocks - 1
-            if group.window is None:
-                longest = min(longest, usable * self.block_size)
-            elif usable < group.max_blocks(max_in_flight, longest):
+            if group.window is None or usable < group.max_blocks(max_in_flight, longest):
                 longest = min(longest, usable * self.block_size)
         return longest
 

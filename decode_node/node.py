@@ -1,0 +1,274 @@
+"""The decode node: reserves, receives, finishes the prompt, decodes, streams.
+
+Life of a request (words of RequestState):
+ 1. DecodeRequest with a ticket: local hits are kept, the rest of the prompt's blocks reserved - or the
+    request is refused at once, so that P never computes for a D without room.                RECEIVING_KV
+ 2. KV arrives under the transfer's deadline. Complete: the carry row comes with it.          READY
+    Broken: received final blocks are kept, the rest is computed here.                        WAITING
+ 3. The last N-1 prompt tokens are computed, waiting slots re-prefilled, drafting begins.     RUNNING
+ 4. Tokens stream to the router until the sequence ends or the client leaves.                 FINISHED
+Without a ticket the request starts in WAITING and the whole prompt is computed here.
+
+Until `fetch` returns, the destination blocks are the receiver's to write; the engine owns them throughout
+and frees them only after the fetch has ended (its fence included).
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.engine.batch import RequestUpdate, StepOutput
+from common.engine.engine import Engine
+from common.engine.node_runtime import NodeRuntime, fire_and_log
+from common.errors import BatonError, TransferError, TransferFailed
+from common.extra_keys import ExtraKeys
+from common.kv_ticket import KVTicket
+from common.messages import (
+    Abort,
+    Accepted,
+    DecodeRequest,
+    Drain,
+    Finished,
+    Refused,
+    RouterMessage,
+    TokenChunk,
+)
+from common.request import Request
+from decode_node.config import DecodeConfig
+from kv_transfer.plan import GroupPool, KvPools
+from kv_transfer.receiver import KvReceiver
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Decode:
+    """One request and its n sequences; owned by the event loop."""
+
+    router_id: str
+    request_id: str
+    num_sequences: int
+    fetch: asyncio.Task[None] | None = None
+    transferred_tokens: int = 0
+    transferred_bytes: int = 0
+    transfer_error: str | None = None
+    aborted: bool = False
+    finished: set[int] = field(default_factory=set)  # indices that ended
+
+
+class DecodeNode:
+    """Wires a NodeRuntime to a KvReceiver. ``role`` "both": no transfers are expected."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        role = "both" if config.decode.aggregated else "decode"
+        self.runtime = NodeRuntime(role, config.model, config.engine, config.node, config.log)
+        built = self.runtime.built
+        pools = KvPools(
+            tuple(
+                GroupPool(built.storage.block_bytes(g), group.block_size)
+                for g, group in enumerate(built.layout.groups)
+            )
+        )
+        fingerprint = msgspec.json.encode(built.fingerprint, order="sorted").decode()
+        self.receiver = KvReceiver(pools, fingerprint, config.transfer)
+        self._decodes: dict[str, _Decode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_bytes = 0
+        self._num_transfers = 0
+        self._num_failures = 0
+        self.runtime.transfer_load = lambda: (self._num_transfers, self._num_failures, self._num_bytes)
+
+    async def serve(self) -> None:
+        await self.receiver.start()
+        try:
+            await self.runtime.serve(
+                self._handle, self._router_lost, lambda engine, output: None, self._on_step, self._is_idle
+            )
+        finally:
+            await self.receiver.close()
+
+    # ---- from the router --------------------------------------------------------------------------------
+
+    async def _handle(self, router_id: str, message: RouterMessage) -> None:
+        match message:
+            case DecodeRequest():
+                # Not awaited: many admissions share one pause between two steps. Tasks start in order, so an
+                # abort that follows is also carried out after it.
+                fire_and_log("admit", self._admit(router_id, message), self._tasks)
+            case Abort(request_id):
+                self._abort(request_id)
+            case Drain():
+                self.runtime.drain()
+            case _:
+                logger.warning("a decode node does not serve %s", type(message).__name__)
+
+    async def _admit(self, router_id: str, message: DecodeRequest) -> None:
+        if self.runtime.draining:
+            self._refuse(router_id, message, "this node is draining", retry=True)
+            return
+        if message.request_id in self._decodes:
+            self._refuse(router_id, message, f"request {message.request_id} is already here", retry=False)
+            return
+        request = Request(
+            message.request_id,
+            message.token_ids,
+            message.sampling,
+            priority=message.priority,
+            num_sequences=message.n,
+            extra_keys=_extra_keys(message),
+            lora_name=message.lora_name,
+            arrival_time_s=asyncio.get_running_loop().time(),
+            num_prompt_tokens=message.num_prompt_tokens or len(message.token_ids),
+        )
+        decode = _Decode(router_id, message.request_id, message.n)
+        self._decodes[message.request_id] = decode
+        try:
+            cached, wanted = await self.runtime.call(lambda engine: _enter(engine, request, message))
+        except BatonError as error:
+            self._decodes.pop(message.request_id, None)
+            self._drop(message.ticket)
+            refused = Refused(
+                message.request_id, error.message, error.retryable, error.http_status, error.param
+            )
+            self.runtime.send(router_id, refused)
+            return
+        if decode.aborted:
+            self._drop(message.ticket)
+            return
+        if message.ticket is not None:
+            work = self._receive(decode, message.ticket, wanted, message.cut, cached)
+            decode.fetch = fire_and_log("kv-receive", work, self._tasks)
+        self.runtime.send(router_id, Accepted(message.request_id, cached))
+
+    def _refuse(self, router_id: str, message: DecodeRequest, reason: str, *, retry: bool) -> None:
+        self._drop(message.ticket)
+        self.runtime.send(router_id, Refused(message.request_id, reason, retry))
+
+    def _drop(self, ticket: KVTicket | None) -> None:
+        """Nobody will fetch this: P need not wait for its lease to end."""
+        if ticket is not None:
+            fire_and_log("kv-drop", self.receiver.drop(ticket), self._tasks)
+
+    def _abort(self, request_id: str) -> None:
+        decode = self._decodes.get(request_id)
+        if decode is not None and not decode.aborted:
+            decode.aborted = True
+            fire_and_log("abort", self._end_aborted(decode), self._tasks)
+
+    async def _end_aborted(self, decode: _Decode) -> None:
+        """The fetch ends first (fence), then the engine may free its destination blocks."""
+        if decode.fetch is not None:
+            decode.fetch.cancel()
+            await asyncio.wait([decode.fetch])
+
+        def abort(engine: Engine) -> None:
+            for index in range(decode.num_sequences):
+                engine.abort(_sequence_id(decode.request_id, index))
+
+        await self.runtime.call(abort)
+        if self._decodes.pop(decode.request_id, None) is not None:
+            self.runtime.send(decode.router_id, Finished(decode.request_id, "abort"))
+
+    def _router_lost(self, router_id: str) -> None:
+        for decode in list(self._decodes.values()):
+            if decode.router_id == router_id:
+                self._abort(decode.request_id)
+
+    # ---- the transfer -----------------------------------------------------------------------------------
+
+    async def _receive(
+        self, decode: _Decode, ticket: KVTicket, wanted: dict[int, dict[int, int]], cut: int, cached: int
+    ) -> None:
+        """Fetches the wanted blocks and tells the engine how it went, whatever way it went."""
+        request_id = decode.request_id
+        self._num_transfers += 1
+        try:
+            result = await self.receiver.fetch(ticket, wanted, cut)
+        except TransferError as error:
+            self._num_failures += 1
+            decode.transfer_error = error.message
+            upto = error.final_upto if isinstance(error, TransferFailed) else 0
+            stuck = error.quarantined if isinstance(error, TransferFailed) else {}
+            logger.warning(
+                "request %s: KV transfer %s failed (%s); %d of %d tokens are kept, the rest is computed here",
+                request_id, ticket.transfer_id, error.message, max(upto, cached), cut,
+            )  # fmt: skip
+            decode.transferred_tokens = max(0, upto - cached)
+            await self.runtime.call(lambda engine: engine.kv_failed(request_id, upto, stuck))
+            return
+        self._num_bytes += result.num_bytes
+        decode.transferred_bytes = result.num_bytes
+        decode.transferred_tokens = cut - cached
+        carry = result.carry or None
+        await self.runtime.call(lambda engine: engine.kv_arrived(request_id, cut, carry))
+
+    # ---- from the engine --------------------------------------------------------------------------------
+
+    def _on_step(self, output: StepOutput, _: None) -> None:
+        for update in output.updates:
+            request_id, _sep, index = update.request_id.partition("#")
+            decode = self._decodes.get(request_id)
+            if decode is None or decode.aborted:
+                continue
+            position = int(index or 0)
+            if update.new_tokens:
+                chunk = TokenChunk(request_id, update.new_tokens, position, update.logprobs)
+                self.runtime.send(decode.router_id, chunk)
+            if update.finish_reason is not None:
+                self._finished(decode, position, update)
+
+    def _finished(self, decode: _Decode, index: int, update: RequestUpdate) -> None:
+        summary, reason = update.summary, update.finish_reason
+        assert summary is not None
+        assert reason is not None
+        decode.finished.add(index)
+        self.runtime.send(
+            decode.router_id,
+            Finished(
+                decode.request_id,
+                reason.value,
+                index,
+                prompt_tokens=summary.prompt_tokens,
+                output_tokens=summary.output_tokens,
+                cached_tokens=summary.cached_tokens,
+                transferred_tokens=decode.transferred_tokens if index == 0 else 0,
+                transferred_bytes=decode.transferred_bytes if index == 0 else 0,
+                stop_string=update.stop_string,
+                num_drafts=summary.num_drafts,
+                num_draft_tokens=summary.num_draft_tokens,
+                num_accepted=summary.num_accepted,
+                accepted_per_pos=summary.accepted_per_pos,
+                verified_per_pos=summary.verified_per_pos,
+            ),
+        )
+        if len(decode.finished) == decode.num_sequences:
+            del self._decodes[decode.request_id]
+
+    def _is_idle(self) -> bool:
+        return not self._decodes
+
+
+def _enter(engine: Engine, request: Request, message: DecodeRequest) -> tuple[int, dict[int, dict[int, int]]]:
+    """Engine thread: (tokens found in the cache here, blocks that the transfer must fill)."""
+    if message.ticket is None:
+        engine.add(request)
+        return engine.scheduler.kv.match(request), {}
+    first_missing = engine.reserve(request, message.cut)
+    return first_missing, engine.wanted(request.request_id, message.cut)
+
+
+def _sequence_id(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id}#{index}"
+
+
+def _extra_keys(message: DecodeRequest) -> ExtraKeys | None:
+    if message.cache_salt is None and message.lora_name is None:
+        return None
+    return ExtraKeys(lora_name=message.lora_name, cache_salt=message.cache_salt)
+
+
+async def serve(config: DecodeConfig) -> None:
+    """Runs a decode node until SIGTERM or SIGINT."""
+    await DecodeNode(config).serve()

@@ -1,0 +1,237 @@
+"""The prefill node: computes prompts to their cut and hands their KV to decode nodes.
+
+Life of a prompt (words of RequestState):
+ 1. PrefillRequest arrives: the transfer is offered under a lease, the prompt queued.          WAITING
+ 2. Chunks run; after every step the blocks that became final are offered.                     RUNNING
+ 3. The cut is reached: the rest is offered, with the carry row; the blocks are held.          HELD
+ 4. The transfer is released - committed, aborted, lease over - and the engine's blocks go.    FINISHED
+
+The engine owns the blocks throughout; the sender may read what was offered until it calls `on_released`,
+and only then does the node end the request. A transfer that is released early ends the computing too.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from common.engine.batch import RequestSummary, StepOutput
+from common.engine.engine import Engine
+from common.engine.node_runtime import NodeRuntime, fire_and_log
+from common.errors import BatonError
+from common.extra_keys import ExtraKeys
+from common.kv_cache.offered_blocks import final_blocks
+from common.messages import (
+    Abort,
+    Accepted,
+    Drain,
+    Finished,
+    PrefillRequest,
+    Refused,
+    RouterMessage,
+    TransferAddress,
+)
+from common.request import FinishReason, Request, SamplingParams
+from kv_transfer.plan import GroupPool, KvPools
+from kv_transfer.sender import KvSender
+from prefill_node.config import PrefillConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Prefill:
+    """One prompt on its way; owned by the event loop."""
+
+    router_id: str
+    request_id: str
+    transfer_id: str
+    summary: RequestSummary | None = None
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a step added to one request's transfer."""
+
+    request_id: str
+    blocks: dict[int, dict[int, int]]
+    final_upto: int
+    is_last: bool
+    carry: bytes | None
+
+
+class PrefillNode:
+    """Wires a NodeRuntime to a KvSender."""
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self.runtime = NodeRuntime("prefill", config.model, config.engine, config.node, config.log)
+        self.config = config
+        built = self.runtime.built
+        layout = built.layout
+        pools = KvPools(
+            tuple(
+                GroupPool(built.storage.block_bytes(g), group.block_size)
+                for g, group in enumerate(layout.groups)
+            )
+        )
+        fingerprint = msgspec.json.encode(built.fingerprint, order="sorted").decode()
+        self.sender = KvSender(pools, fingerprint, config.transfer, self._released)
+        self._prefills: dict[str, _Prefill] = {}  # by request id
+        self._by_transfer: dict[str, _Prefill] = {}
+        self._offered_blocks: dict[str, int] = {}  # engine thread: block positions offered so far
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        host = self.config.node.host
+        await self.sender.start(host, self.config.node.transfer_port)
+        address = TransferAddress(
+            engine_id=self.sender.engine_id,
+            incarnation=self.sender.incarnation,
+            host=self.sender.address[0],
+            port=self.sender.address[1],
+            transports=tuple(self.sender.transports),
+            lease_s=self.config.transfer.lease_s,
+        )
+        try:
+            await self.runtime.serve(
+                self._handle, self._router_lost, self._collect, self._on_step, self._is_idle, address
+            )
+        finally:
+            await self.sender.close()
+
+    # ---- from the router --------------------------------------------------------------------------------
+
+    async def _handle(self, router_id: str, message: RouterMessage) -> None:
+        match message:
+            case PrefillRequest():
+                # Not awaited: many admissions share one pause between two steps.
+                fire_and_log("admit", self._admit(router_id, message), self._tasks)
+            case Abort(request_id):
+                self._abort(request_id)
+            case Drain():
+                self.runtime.drain()
+            case _:
+                logger.warning("a prefill node does not serve %s", type(message).__name__)
+
+    async def _admit(self, router_id: str, message: PrefillRequest) -> None:
+        request_id, transfer_id = message.request_id, message.ticket.transfer_id
+        if self.runtime.draining:
+            self._refuse(router_id, request_id, "this node is draining", retry=True)
+            return
+        if not 0 < message.cut <= len(message.token_ids):
+            reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
+            self._refuse(router_id, request_id, reason, retry=False)
+            return
+        request = Request(
+            request_id,
+            message.token_ids,
+            SamplingParams(),
+            stop_at=message.cut,
+            hold_blocks=True,
+            priority=message.priority,
+            extra_keys=_extra_keys(message),
+            lora_name=message.lora_name,
+            arrival_time_s=asyncio.get_running_loop().time(),
+        )
+        prefill = _Prefill(router_id, request_id, transfer_id)
+        if request_id in self._prefills or transfer_id in self._by_transfer:
+            self._refuse(router_id, request_id, f"request {request_id} is already here", retry=False)
+            return
+        self._prefills[request_id] = self._by_transfer[transfer_id] = prefill
+        self.sender.offer(transfer_id, message.ticket.lease_s)
+        try:
+            await self.runtime.call(lambda engine: engine.add(request))
+        except BatonError as error:
+            self._prefills.pop(request_id, None)
+            self._by_transfer.pop(transfer_id, None)
+            self.sender.cancel(transfer_id, error.message)
+            self._refuse(router_id, request_id, error.message, retry=error.retryable)
+            return
+        self.runtime.send(router_id, Accepted(request_id))
+
+    def _refuse(self, router_id: str, request_id: str, reason: str, *, retry: bool) -> None:
+        self.runtime.send(router_id, Refused(request_id, reason, retry))
+
+    def _abort(self, request_id: str) -> None:
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
+            self.sender.cancel(prefill.transfer_id, "aborted by the router")
+
+    def _router_lost(self, router_id: str) -> None:
+        for prefill in list(self._prefills.values()):
+            if prefill.router_id == router_id:
+                self._abort(prefill.request_id)
+
+    # ---- from the engine --------------------------------------------------------------------------------
+
+    def _collect(self, engine: Engine, output: StepOutput) -> list[_Offer]:
+        """Engine thread: which blocks each update makes final. Block ids are read before anything moves."""
+        size = self.runtime.built.layout.block_size
+        offers = []
+        for update in output.updates:
+            is_last = update.finish_reason is FinishReason.CUT
+            first = self._offered_blocks.get(update.request_id, 0)
+            end = -(-update.num_computed // size) if is_last else update.final_upto // size
+            tables = engine.tables(update.request_id)
+            carry = engine.runner.carry_row(update.request_id) if is_last else None
+            upto = update.num_computed if is_last else end * size
+            offers.append(_Offer(update.request_id, final_blocks(tables, first, end), upto, is_last, carry))
+            self._offered_blocks[update.request_id] = end
+            if is_last:
+                del self._offered_blocks[update.request_id]
+        return offers
+
+    def _on_step(self, output: StepOutput, offers: list[_Offer]) -> None:
+        for update, offer in zip(output.updates, offers, strict=True):
+            prefill = self._prefills.get(offer.request_id)
+            if prefill is None:
+                continue
+            self.sender.extend(prefill.transfer_id, offer.blocks, offer.final_upto)
+            if offer.is_last:
+                prefill.summary = update.summary
+                self.sender.finish(prefill.transfer_id, offer.carry or b"")
+
+    # ---- from the sender --------------------------------------------------------------------------------
+
+    def _released(self, transfer_id: str, reason: str) -> None:
+        """Nothing reads the transfer's blocks any more: old owner the transfer, new owner the pool."""
+        prefill = self._by_transfer.pop(transfer_id, None)
+        if prefill is not None:
+            fire_and_log("prefill-release", self._end(prefill, reason), self._tasks)
+
+    async def _end(self, prefill: _Prefill, reason: str) -> None:
+        def end(engine: Engine) -> None:
+            engine.abort(prefill.request_id)  # computing or held: either way it ends here
+            self._offered_blocks.pop(prefill.request_id, None)
+
+        await self.runtime.call(end)
+        self._prefills.pop(prefill.request_id, None)
+        summary = prefill.summary
+        committed = summary is not None and reason == "committed"
+        if not committed:
+            logger.info("prefill %s ended early: %s", prefill.request_id, reason)
+        self.runtime.send(
+            prefill.router_id,
+            Finished(
+                prefill.request_id,
+                "cut" if committed else "abort",
+                prompt_tokens=summary.prompt_tokens if summary else 0,
+                cached_tokens=summary.cached_tokens if summary else 0,
+                error=None if committed else reason,
+            ),
+        )
+
+    def _is_idle(self) -> bool:
+        return not self._prefills
+
+
+def _extra_keys(message: PrefillRequest) -> ExtraKeys | None:
+    if message.cache_salt is None and message.lora_name is None:
+        return None
+    return ExtraKeys(lora_name=message.lora_name, cache_salt=message.cache_salt)
+
+
+async def serve(config: PrefillConfig) -> None:
+    """Runs a prefill node until SIGTERM or SIGINT."""
+    await PrefillNode(config).serve()
