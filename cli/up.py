@@ -148,10 +148,20 @@ class Supervisor:
         parts = [f"model {config.model.served_model_name or config.model.model}"]
         if config.num_prefill:
             parts += [f"{config.num_prefill} prefill", f"{config.up.decode} decode"]
-            parts.append(f"transfer {config.transfer.transport}")
+            parts.append(f"transfer {self._transport()}")
         else:
             parts.append(f"{config.up.decode} aggregated")
         return f"Baton is ready: {url} ({', '.join(parts)})"
+
+    def _transport(self) -> str:
+        """The best transport that every prefill node has, where the choice was left to them."""
+        if self.config.transfer.transport != "auto":
+            return self.config.transfer.transport
+        status, cluster = get_json(reachable(self.config.up.host), self.ports.http, "/v1/cluster")
+        offered = [node.get("transports") for node in cluster.get("nodes", ()) if node["role"] == "prefill"]
+        if status != 200 or not offered or not all(offered):
+            return "auto"
+        return next((name for name in offered[0] if all(name in names for names in offered)), "none")
 
     def _report_deaths(self) -> None:
         for child in self.children:
@@ -164,18 +174,25 @@ class Supervisor:
         return "router" in alive and any(name.startswith("decode") for name in alive)
 
 
-def not_ready_reasons(host: str, port: int) -> list[str]:
-    """What a process says at /ready; nothing when it is ready."""
+def get_json(host: str, port: int, path: str) -> tuple[int, Any]:
+    """Status and body of one GET; (0, {}) when nothing, or no JSON, comes back in time."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", path)
         response = connection.getresponse()
-        body: Any = json.loads(response.read() or b"{}")
-        return [] if response.status == 200 else list(body.get("reasons") or [f"HTTP {response.status}"])
+        return response.status, json.loads(response.read() or b"{}")
     except (OSError, http.client.HTTPException, ValueError):
-        return ["does not answer yet"]
+        return 0, {}
     finally:
         connection.close()
+
+
+def not_ready_reasons(host: str, port: int) -> list[str]:
+    """What a process says at /ready; nothing when it is ready."""
+    status, body = get_json(host, port, "/ready")
+    if status == 200:
+        return []
+    return list(body.get("reasons") or [f"HTTP {status}" if status else "does not answer yet"])
 
 
 def _prepare_model(config: UpConfig, environ: dict[str, str], stop: threading.Event) -> bool:

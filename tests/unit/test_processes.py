@@ -16,13 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS_FOREVER = ("events", "--endpoint", "tcp://127.0.0.1:9")
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not just waiting to be reaped."""
+def state_of(pid: int) -> str:
+    """The kernel's letter: R, S, T (stopped), Z (waiting to be reaped); empty when the process is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")
 
 
 def wait_until_gone(pid: int, timeout_s: float) -> bool:
@@ -51,7 +54,10 @@ def test_child_has_a_group_of_its_own_and_ends_on_sigterm(child: Child) -> None:
 
 
 def test_child_that_does_not_react_is_killed_within_the_deadline(child: Child) -> None:
-    child.signal(signal.SIGSTOP)  # it cannot handle SIGTERM now
+    assert child.pid is not None
+    child.signal(signal.SIGSTOP)
+    while state_of(child.pid) != "T":  # from then on it cannot handle SIGTERM
+        time.sleep(0.01)
     started_s = time.monotonic()
     assert stop_all([child], grace_s=0.3) == ["reader"]
     assert time.monotonic() - started_s < 2.0
