@@ -73,16 +73,18 @@ MAX_SPAN_TOKENS = 256
 
 
 def plan_chunks(want: Mapping[int, Sequence[int]], geometry: Geometry, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Packs each group's wanted positions into chunks of at most ``chunk_bytes`` (at least one block),
-    ordered by the token position at which a chunk becomes final, so that the first tokens of all groups go
-    first."""
+    """Packs each group's wanted positions into chunks of at most ``chunk_bytes`` (at least one block), cut at
+    absolute positions (which is where a chunked prefill ends too), ordered by the token position at which a
+    chunk becomes final, so that the first tokens of all groups go first."""
     unordered: list[tuple[int, int, tuple[int, ...]]] = []
     for group, positions in want.items():
         block_size, block_bytes = geometry[group]
         per_chunk = max(1, min(chunk_bytes // block_bytes, MAX_SPAN_TOKENS // block_size))
-        ordered = sorted(positions)
-        for i in range(0, len(ordered), per_chunk):
-            part = tuple(ordered[i : i + per_chunk])
+        spans: dict[int, list[int]] = {}
+        for position in sorted(positions):
+            spans.setdefault(position // per_chunk, []).append(position)
+        for members in spans.values():
+            part = tuple(members)
             unordered.append(((part[-1] + 1) * block_size, group, part))
     unordered.sort()
     return tuple(Chunk(seq, group, part) for seq, (_, group, part) in enumerate(unordered))
