@@ -9,9 +9,10 @@ What belongs to a lost router must be aborted by the node (``on_router_lost``): 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -51,6 +52,7 @@ class _Link:
     pump: ZmqPump
     router_id: str | None = None  # None: not registered
     last_heard_s: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # registered, or lost: act at once
 
 
 class ControlClient:
@@ -125,16 +127,17 @@ class ControlClient:
         self.num_dropped += 1
         return False
 
-    async def close(self) -> None:
-        """Says goodbye to every router and closes the sockets."""
+    async def close(self, *, goodbye: bool = True) -> None:
+        """Says goodbye to every router and closes the sockets. Without ``goodbye`` routers find out by the
+        missing heartbeats, as after a crash."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        goodbye = encoder.encode(Leave(self._register.node_id, self._register.epoch))
+        leave = encoder.encode(Leave(self._register.node_id, self._register.epoch))
         for link in self._links:
-            if link.router_id is not None:
-                link.pump.send([goodbye])
-            link.pump.close(linger_ms=GOODBYE_LINGER_MS)
+            if goodbye and link.router_id is not None:
+                link.pump.send([leave])
+            link.pump.close(linger_ms=GOODBYE_LINGER_MS if goodbye else 0)
         if self._context is not None:
             await asyncio.to_thread(self._context.term)  # waits for the lingering goodbyes
 
@@ -167,6 +170,7 @@ class ControlClient:
                 if link.router_id != router_id:
                     self._lose(link)
                     link.router_id = router_id
+                    link.changed.set()
                     logger.info("registered with router %s at %s", router_id, link.address)
                 self._registered.set()
             case RegisterRefused(reason):
@@ -176,7 +180,6 @@ class ControlClient:
             case HeartbeatReply(router_id, known):
                 if link.router_id is not None and not (known and router_id == link.router_id):
                     self._lose(link)
-                    self._send_register(link)
             case _ if link.router_id is not None:
                 self._inbox.put_nowait((link.router_id, message))
             case _:
@@ -186,31 +189,34 @@ class ControlClient:
         if link.router_id is None:
             return
         lost, link.router_id = link.router_id, None
+        link.changed.set()
         if not self.router_ids:
             self._registered.clear()
         logger.warning("router %s at %s is lost", lost, link.address)
         if self._on_router_lost is not None:
             self._on_router_lost(lost)
 
-    def _send_register(self, link: _Link) -> None:
-        link.pump.send([encoder.encode(self._register)])
-
     async def _keep(self, link: _Link) -> None:
         loop = asyncio.get_running_loop()
+        register = encoder.encode(self._register)
         unanswered = 0
         while self.refused is not None and not self.refused.done():
             if link.router_id is not None and loop.time() - link.last_heard_s > self._router_timeout_s:
                 self._lose(link)
+            link.changed.clear()
             if link.router_id is None:
-                self._send_register(link)
+                link.pump.send([register])
                 unanswered += 1
                 if unanswered % UNANSWERED_BEFORE_LOG == 0:
                     logger.warning("no router answers at %s; still trying", link.address)
-                await asyncio.sleep(REGISTER_INTERVAL_S)
+                wait_s = REGISTER_INTERVAL_S
             else:
-                unanswered = 0
                 link.pump.send([encoder.encode(self._heartbeat())])
-                await asyncio.sleep(self._heartbeat_s)
+                unanswered = 0
+                wait_s = self._heartbeat_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await link.changed.wait()
 
     async def _dispatch(self) -> None:
         while True:

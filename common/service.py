@@ -90,6 +90,8 @@ class Service:
         config = uvicorn.Config(
             self._handle,
             http="httptools",
+            interface="asgi3",
+            proxy_headers=False,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,8 +1,8 @@
 """The text of one choice: token ids in, text that may be sent out, with the log-probabilities it belongs to.
 
 Tokens go one by one through the incremental detokenizer and the stop strings, as they do on the node, so
-both end the answer at the same place. A token's log-probability is released with its text: what a stop
-string holds back or cuts off does not leak through it.
+both end the answer at the same place. A token's log-probability is released when all of its text is out:
+what a stop string holds back or cuts off does not leak through it.
 """
 
 import logging
@@ -50,18 +50,20 @@ class ChoiceText:
         self._end_ids = frozenset(ends)
         self._num_tokens = 0
         self._num_characters = 0  # detokenized so far, held back or not
-        self._pending: deque[ScoredToken] = deque()
+        self._pending: deque[tuple[int, ScoredToken]] = deque()  # with the end of the token's text
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta | None:
         """The next tokens; None if nothing may be sent yet."""
         text = ""
         for position, token_id in enumerate(token_ids):
-            if logprobs is not None:
-                self._pending.append(ScoredToken(token_id, self._num_characters, logprobs[position]))
+            start = self._num_characters
             self._num_tokens += 1
             may_end = self._num_tokens >= self._min_tokens
             if not (may_end and token_id in self._end_ids):
                 text += self._take(self._detokenizer.push([token_id]), check=may_end)
+            if logprobs is not None:
+                scored_token = ScoredToken(token_id, start, logprobs[position])
+                self._pending.append((self._num_characters, scored_token))
         scored = self._release()
         return Delta(self.index, text, scored) if text or scored else None
 
@@ -75,7 +77,7 @@ class ChoiceText:
             else:
                 logger.warning("the node stopped at %r, which the text does not contain", stop_string)
         if self._matcher.matched is None:
-            scored = tuple(self._pending)
+            scored = tuple(token for _, token in self._pending)
         else:
             scored, reason = self._release(), "stop"
         self._pending.clear()
@@ -87,6 +89,6 @@ class ChoiceText:
 
     def _release(self) -> tuple[ScoredToken, ...]:
         released = []
-        while self._pending and self._pending[0].offset < self._matcher.num_emitted:
-            released.append(self._pending.popleft())
+        while self._pending and self._pending[0][0] <= self._matcher.num_emitted:
+            released.append(self._pending.popleft()[1])
         return tuple(released)

@@ -250,8 +250,14 @@ class NodeHub:
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
+        interval_s = self._timeout_s / SWEEPS_PER_TIMEOUT
         while True:
-            await asyncio.sleep(self._timeout_s / SWEEPS_PER_TIMEOUT)
+            slept_from = loop.time()
+            await asyncio.sleep(interval_s)
+            now = loop.time()
+            # When this loop itself stood still, heartbeats wait unread in the socket: nobody is to blame.
+            own_delay_s = now - slept_from - interval_s
             for node in list(self.nodes.values()):
-                if loop.time() - node.last_heard_s > self._timeout_s:
+                node.last_heard_s += own_delay_s
+                if now - node.last_heard_s > self._timeout_s:
                     self._drop(node, f"was not heard for {self._timeout_s:g} s")
