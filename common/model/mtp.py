@@ -9,12 +9,12 @@ may shrink the head.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ModelLoadError
 from common.model.mtp_config import MtpConfig
-from common.model.transformer import Attend, DecoderBlock, Transformer
+from common.model.transformer import Attend, DecoderBlock, Transformer, replace_parameter
+from kernels.linear import linear, pack_linear
 from kernels.rms_norm import rms_norm
 
 __all__ = ["MtpConfig", "MtpModule", "MtpModules"]
@@ -76,6 +76,7 @@ class MtpModules(nn.Module):
         size = (config.draft_vocab_size or trunk.config.vocab_size, trunk.config.hidden_size)
         self.draft_head = nn.Parameter(torch.zeros(size, dtype=dtype)) if config.draft_head else None
         self._trunk_rows: Tensor | None = None
+        self._packed_head: Tensor | None = None
 
     @property
     def trunk(self) -> Transformer:
@@ -105,7 +106,7 @@ class MtpModules(nn.Module):
         both = torch.cat(
             (rms_norm(hidden, module.hidden_norm, eps), rms_norm(embedded, module.embed_norm, eps)), -1
         )
-        x = F.linear(both, module.proj)
+        x = linear(both, module.proj)
         cos, sin = trunk.rope.cos_sin(positions, x.dtype)
         out: Tensor = module.block(x, cos, sin, trunk.config.num_layers + m, attend)
         return out
@@ -113,7 +114,8 @@ class MtpModules(nn.Module):
     def draft_logits(self, m: int, hidden: Tensor) -> Tensor:
         """Module m's norm and the head: [*, D] -> [*, Vd], or [*, V] without a draft vocabulary."""
         normed = rms_norm(hidden, self.module(m).norm, self.trunk.config.rms_norm_eps)
-        return F.linear(normed, self.draft_head_weight)
+        weight = self.draft_head_weight if self._packed_head is None else self._packed_head
+        return linear(normed, weight)
 
     def draft_ids(self, indices: Tensor) -> Tensor:
         """Indices into the draft vocabulary [*] -> token ids [*]."""
@@ -133,6 +135,15 @@ class MtpModules(nn.Module):
         if rows is None or rows.dtype != head.dtype or rows.device != head.device:
             rows = self._trunk_rows = head.detach()[self.draft_vocab].contiguous()
         return rows
+
+    def pack(self) -> "MtpModules":
+        """Packs all matrices for this CPU where that is faster (bf16): for inference only, never saved."""
+        for m in range(self.num_modules):
+            module = self.module(m)
+            module.block.pack()
+            replace_parameter(module, "proj", pack_linear(module.proj))
+        self._packed_head = pack_linear(self.draft_head_weight)
+        return self
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in model.safetensors, view of the parameter), without `draft_vocab`."""

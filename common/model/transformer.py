@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.model.model_config import ModelConfig
 from common.model.rope import Rope
+from kernels.linear import linear, pack_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_mul import silu_mul
@@ -34,6 +35,15 @@ class Attend(Protocol):
 
 def _parameter(*shape: int, dtype: torch.dtype | None) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+
+def replace_parameter(module: nn.Module, name: str, packed: Tensor) -> None:
+    """Puts a packed weight in the place of a parameter, which is released; leaves the parameter if it is the
+    same.
+    """
+    if packed is not getattr(module, name):
+        delattr(module, name)
+        module.register_buffer(name, packed, persistent=False)
 
 
 class DecoderBlock(nn.Module):
@@ -60,13 +70,13 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         """x [*, D], cos and sin [*, 1, Dh] -> [*, D]."""
-        qkv = F.linear(rms_norm(x, self.input_norm, self.eps), self.qkv_weight, self.qkv_bias)
+        qkv = linear(rms_norm(x, self.input_norm, self.eps), self.qkv_weight, self.qkv_bias)
         qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         q, k, v = self._split_rotated(qkv, cos, sin)
         attended = attend(layer, q, k, v).flatten(-2)
-        x = x + F.linear(attended, self.o_weight, self.o_bias)
-        gate_up = F.linear(rms_norm(x, self.post_norm, self.eps), self.gate_up_weight, self.gate_up_bias)
-        return x + F.linear(silu_mul(gate_up), self.down_weight, self.down_bias)
+        x = x + linear(attended, self.o_weight, self.o_bias)
+        gate_up = linear(rms_norm(x, self.post_norm, self.eps), self.gate_up_weight, self.gate_up_bias)
+        return x + linear(silu_mul(gate_up), self.down_weight, self.down_bias)
 
     def _split_rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [*, H + 2KV, Dh] -> q, k (normed if the family does, rotated) and v. q and k are rotated in one
@@ -79,6 +89,11 @@ class DecoderBlock(nn.Module):
             qk = torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)), -2)
         q, k = torch.split(rotary(qk, cos, sin), [heads, kv_heads], -2)
         return q, k, v
+
+    def pack(self) -> None:
+        """Packs the matrices for this CPU where that is faster: inference only, no saving afterwards."""
+        for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
+            replace_parameter(self, name, pack_linear(getattr(self, name)))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint file, view of the parameter it belongs to) for every tensor of this block."""
@@ -134,6 +149,7 @@ class Transformer(nn.Module):
         self.final_norm = _parameter(config.hidden_size, dtype=dtype)
         tied = config.tie_word_embeddings
         self.head = None if tied else _parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self._packed_head: Tensor | None = None
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings)
 
     @property
@@ -159,7 +175,16 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [*, D] -> [*, V]."""
-        return F.linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), self.head_weight)
+        weight = self.head_weight if self._packed_head is None else self._packed_head
+        return linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), weight)
+
+    def pack(self) -> "Transformer":
+        """Packs all matrices for this CPU where that is faster (bf16): for inference only, never saved."""
+        for block in self.blocks:
+            assert isinstance(block, DecoderBlock)
+            block.pack()
+        self._packed_head = pack_linear(self.head_weight)  # beside the plain rows, which modules gather
+        return self
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint file, view of the parameter it belongs to) for every tensor of the model."""
