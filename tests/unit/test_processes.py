@@ -11,28 +11,10 @@ from pathlib import Path
 import pytest
 
 from cli.processes import Child, stop_all
+from tests.up_process import is_running, state_of, wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_FOREVER = ("events", "--endpoint", "tcp://127.0.0.1:9")
-
-
-def state_of(pid: int) -> str:
-    """The kernel's letter: R, S, T (stopped), Z (waiting to be reaped); empty when the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def is_running(pid: int) -> bool:
-    return state_of(pid) not in ("", "Z")
-
-
-def wait_until_gone(pid: int, timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while is_running(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return not is_running(pid)
 
 
 @pytest.fixture
@@ -106,4 +88,4 @@ def test_child_dies_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     assert is_running(pid)
     supervisor.kill()
     supervisor.communicate()
-    assert wait_until_gone(pid, 5.0)
+    assert wait_until_gone([pid], 5.0)
