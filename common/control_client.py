@@ -95,8 +95,14 @@ class ControlClient:
         """Connects and begins to register; needs a running loop. Raises ConfigError for a bad address."""
         self.refused = asyncio.get_running_loop().create_future()
         self._context = zmq.Context()
-        for address in self._addresses:
-            self._links.append(self._connect(self._context, address))
+        try:
+            for address in self._addresses:
+                self._links.append(self._connect(self._context, address))
+        except ConfigError:
+            for link in self._links:
+                link.pump.close()
+            self._context.term()
+            raise
         self._tasks = [asyncio.create_task(self._dispatch(), name="control-dispatch")]
         self._tasks += [asyncio.create_task(self._keep(link), name="control-keep") for link in self._links]
 

@@ -149,7 +149,7 @@ async def walk(services: Services, job: Job, usage: Usage) -> AsyncGenerator[Del
     tried: set[str] = set()
     failure: BatonError | None = None
     started = False
-    for _ in range(config.limits.max_decode_attempts):
+    for attempt in range(config.limits.max_decode_attempts):
         chosen = choose(services, job, tried)
         if chosen is None:
             break
@@ -162,7 +162,7 @@ async def walk(services: Services, job: Job, usage: Usage) -> AsyncGenerator[Del
                 await _reserved(leg, config.timeouts.reserve_timeout_s)
                 if prefill is not None and ticket is not None:
                     # Only now: P never computes for a D that has no room.
-                    prefill_leg = services.hub.open(prefill, prefill_request(job, ticket, cut))
+                    prefill_leg = services.hub.open(prefill, prefill_request(job, ticket, cut, attempt))
                     legs.enter_context(prefill_leg)
                 services.metrics.counter("router_placements").labels(
                     "local" if prefill is None else "remote"
@@ -263,9 +263,11 @@ def decode_request(job: Job, ticket: KVTicket | None, cut: int) -> DecodeRequest
     )
 
 
-def prefill_request(job: Job, ticket: KVTicket, cut: int) -> PrefillRequest:
+def prefill_request(job: Job, ticket: KVTicket, cut: int, attempt: int) -> PrefillRequest:
+    """Each attempt has an id of its own on P, which may still be ending the one before. On D the id stays:
+    unseeded random numbers are drawn from it."""
     return PrefillRequest(
-        request_id=job.request_id,
+        request_id=f"{job.request_id}.{attempt}" if attempt else job.request_id,
         token_ids=job.token_ids,
         cut=cut,
         ticket=ticket,

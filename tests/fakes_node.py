@@ -8,6 +8,8 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
+import msgspec
+
 from common.block_hash import BlockHasher, event_hash
 from common.control_client import ControlClient
 from common.kv_event_publisher import KVEventPublisher
@@ -31,6 +33,31 @@ from common.request import TokenLogprob
 FINGERPRINT = {"model": "fake", "num_modules": "4"}
 BLOCK_SIZE = 4
 LOOKAHEAD = 4
+
+
+def make_register(node_id: str, role: str = "decode", epoch: str = "") -> Register:
+    """What a node says of itself; without KV events."""
+    epoch = epoch or secrets.token_hex(4)
+    return Register(
+        node_id=node_id,
+        epoch=epoch,
+        role=role,
+        version="0",
+        model="fake",
+        fingerprint=FINGERPRINT,
+        block_size=BLOCK_SIZE,
+        num_lookahead=LOOKAHEAD,
+        hash_algorithm="blake2b",
+        hash_seed="",
+        num_modules=4,
+        vocab_size=400,
+        max_model_len=128,
+        total_blocks=100,
+        events_endpoint="",
+        replay_endpoint="",
+        http_url="http://127.0.0.1:1",
+        transfer=TransferAddress(engine_id=node_id, incarnation=epoch, host="127.0.0.1", port=1),
+    )
 
 
 class FakeNode:
@@ -83,27 +110,14 @@ class FakeNode:
         await asyncio.to_thread(self.publisher.close)
 
     def register(self) -> Register:
-        return Register(
-            node_id=self.node_id,
-            epoch=self.epoch,
-            role=self.role,
-            version="0",
+        return msgspec.structs.replace(
+            make_register(self.node_id, self.role, self.epoch),
             model=self.model,
             fingerprint=self.fingerprint,
-            block_size=self.hasher.block_size,
-            num_lookahead=self.hasher.num_lookahead,
-            hash_algorithm=self.hasher.algorithm,
-            hash_seed=self.hasher.seed,
-            num_modules=4,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            total_blocks=100,
             events_endpoint=self.publisher.endpoint,
             replay_endpoint=self.publisher.replay_endpoint,
-            http_url="http://127.0.0.1:1",
-            transfer=TransferAddress(
-                engine_id=self.node_id, incarnation=self.epoch, host="127.0.0.1", port=1
-            ),
         )
 
     def store(self, token_ids: Sequence[int]) -> int:
