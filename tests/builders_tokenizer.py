@@ -8,6 +8,7 @@ CORPUS = [
     "日本語のテキスト、そして漢字",
     "emoji 😀 and 👩‍👩‍👧 in a row 😀😀",
     "def f(x):\n    return x + 1\n",
+    "77 77 77 77 77 1977 1977 1977",  # so that digits merge unless something keeps them apart
 ]
 
 

@@ -196,6 +196,34 @@ def test_modules_round_trip(folder: Path, draft_head: bool) -> None:
     assert loaded.draft_ids(torch.tensor([[0, 3]])).tolist() == [[3, 15]]
 
 
+def test_module_reads_the_normed_hidden_state_then_the_normed_next_token(folder: Path) -> None:
+    trunk = load_transformer(folder, "float32")
+    modules = MtpModules(MtpConfig(1, "d"), trunk)
+    modules.init_from_trunk()
+    generator = torch.Generator().manual_seed(0)
+    module = modules.module(0)
+    with torch.no_grad():
+        for parameter in (module.hidden_norm, module.embed_norm, module.proj):
+            parameter.normal_(generator=generator)
+    hidden, ids, positions = (
+        torch.randn(1, 6, 16, generator=generator),
+        torch.arange(3, 9)[None],
+        torch.arange(6),
+    )
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + trunk.config.rms_norm_eps).sqrt() * weight
+
+    both = torch.cat(
+        (normed(hidden, module.hidden_norm), normed(trunk.embedding[ids], module.embed_norm)), -1
+    )
+    x = both @ module.proj.T
+    cos, sin = trunk.rope.cos_sin(positions, torch.float32)
+    expected = module.block(x, cos, sin, 2, DenseAttention((None,) * 3))
+    got = modules.forward_module(0, hidden, ids, positions, DenseAttention((None,) * 3))
+    torch.testing.assert_close(got, expected)
+
+
 def test_modules_keep_keys_and_values_apart_from_the_trunk(folder: Path) -> None:
     trunk = load_transformer(folder, "float32")
     modules = MtpModules(MtpConfig(2, "d"), trunk)
