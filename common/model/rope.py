@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.model.model_config import RopeConfig
+from common.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

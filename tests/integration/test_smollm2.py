@@ -28,7 +28,7 @@ def test_conversion_gives_the_digest_its_modules_were_made_for(folder: Path) -> 
 
 
 def test_answers_recorded_elsewhere_are_its_own(folder: Path, shared_dir: Path) -> None:
-    """Greedy answers that a separate implementation recorded in bf16: nearly every token is our fp32 argmax."""
+    """Greedy answers that another implementation recorded in bf16: nearly all are our fp32 argmax."""
     model, tokenizer = load_transformer(folder, "float32"), Tokenizer.from_folder(folder)
     lines = (shared_dir / "training" / "responses" / "smollm2_135m_instruct.jsonl").read_text().splitlines()
     greedy = [row for row in map(json.loads, lines[:40]) if row["temperature"] == 0][:3]
