@@ -99,6 +99,7 @@ class Fetch:
             self._order.setdefault(chunk.group, []).append(chunk)
         self._front = dict.fromkeys(self._order, 0)
         self._finish: Finish | None = None
+        self._refused = False  # P serves nothing of ours: there is nothing to abort
         self._retry: asyncio.TimerHandle | None = None
         self._quiet = asyncio.Event()
         self._moving_since: float | None = None
@@ -184,6 +185,7 @@ class Fetch:
         if self.machine.state is not ReceiverState.ASKING:
             return  # "offered now", after a retry was already answered
         if nak.code not in RETRYABLE_NAKS:
+            self._refused = True
             self.fail(f"{nak.code.value}: {nak.reason}")
             return
         self.machine.handle(ReceiverEvent.RETRY)
@@ -356,11 +358,12 @@ class Fetch:
         session = self._session
         if session is None:
             return {}
-        if session.lost is None:
+        if session.lost is None and not self._refused:
             session.send(
                 Abort(
                     transfer_id=self.ticket.transfer_id,
                     attempt=_ATTEMPT,
+                    generation=self.ticket.generation,
                     credits=self._num_posted,
                     reason=reason,
                 )

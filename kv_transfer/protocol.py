@@ -152,6 +152,7 @@ class Released(Message, frozen=True, kw_only=True, tag="released"):
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     transfer_id: str
     attempt: int
+    generation: int  # the ticket's: an abort must not end somebody else's hold
     credits: int
     reason: str
 
@@ -219,7 +220,7 @@ class SenderEvent(Enum):
     FINISH_SENT = auto()
     COMMIT = auto()
     ABORT = auto()  # D gives up
-    DROP = auto()  # D never wanted it
+    DROP = auto()  # D does not want it and never read
     EXPIRE = auto()  # the lease ended
     CANCEL = auto()  # our own node gives up
     FAIL = auto()  # a send failed or a wanted block does not exist
@@ -228,7 +229,7 @@ class SenderEvent(Enum):
 
 
 S, E = SenderState, SenderEvent
-_STOPS = dict.fromkeys((E.ABORT, E.DROP, E.EXPIRE, E.CANCEL, E.FAIL, E.PEER_LOST), S.DRAINING)
+_STOPS = dict.fromkeys((E.ABORT, E.EXPIRE, E.CANCEL, E.FAIL, E.PEER_LOST), S.DRAINING)
 
 SENDER_TRANSITIONS: Mapping[SenderState, Mapping[SenderEvent, SenderState]] = {
     S.OFFERED: {E.PULL: S.SENDING, E.DROP: S.DRAINING, E.EXPIRE: S.DRAINING, E.CANCEL: S.DRAINING},

@@ -148,9 +148,15 @@ class KvReceiver:
             task = self._sessions.get(key)
             if task is None or (task.done() and not _is_live(task)):
                 task = asyncio.get_running_loop().create_task(ReceiverSession.open(self, *key))
+                task.add_done_callback(_note_seen)
                 self._sessions[key] = task
-            # shielded: a caller that gives up must not break the connection for the others
-            session = await asyncio.shield(task)
+            try:
+                # shielded: a caller that gives up must not break the connection for the others
+                session = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    raise
+                raise TransferFailed("closed: this node is shutting down") from None
             reason = session.differs_from(ticket)
             if reason is None:
                 return session
@@ -222,6 +228,12 @@ class KvReceiver:
             fetch.progress,
             reason,
         )
+
+
+def _note_seen(task: "asyncio.Task[ReceiverSession]") -> None:
+    """A failed connection is reported to whoever waits; nobody may be left to."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _is_live(task: "asyncio.Task[ReceiverSession]") -> bool:

@@ -32,7 +32,7 @@ _REMEMBERED = 8192  # ids of transfers that are over, so that late questions get
 _DRAIN_GRACE_S = 2.0  # for sends in flight to end by themselves before the lane is closed by force
 
 # ends that the reader does not know about yet
-_TOLD = frozenset({SenderEvent.DROP, SenderEvent.EXPIRE, SenderEvent.CANCEL, SenderEvent.FAIL})
+_TOLD = frozenset({SenderEvent.EXPIRE, SenderEvent.CANCEL, SenderEvent.FAIL})
 
 
 class KvSender:
@@ -188,14 +188,15 @@ class KvSender:
         self._askers[transfer_id] = session
 
     def drop(self, transfer_id: str, generation: int, reason: str) -> None:
-        """D does not want the transfer (any more), perhaps before we have heard of it."""
+        """D does not want the transfer, perhaps before we have heard of it. Touches no hold that somebody
+        reads and none of another generation."""
         offer = self._offers.get(transfer_id)
         self._askers.pop(transfer_id, None)
         if offer is None:
             if transfer_id not in self._over:
                 _remember(self._dropped_early, transfer_id, reason)
             return
-        if generation in (0, offer.generation):
+        if generation in (0, offer.generation) and offer.machine.state is SenderState.OFFERED:
             self.stop(offer, SenderEvent.DROP, reason)
 
     def stop(self, offer: Offer, event: SenderEvent, reason: str) -> None:
@@ -230,7 +231,10 @@ class KvSender:
         if timer is not None:
             timer.cancel()
         _remember(self._over, offer.transfer_id, offer.reason)
-        self._on_released(offer.transfer_id, offer.reason)
+        try:
+            self._on_released(offer.transfer_id, offer.reason)
+        except Exception:  # the caller's bug must not stop other transfers
+            logger.exception("on_released of transfer %s failed", offer.transfer_id)
 
     async def _drain(self, offer: Offer, serve: Serve) -> None:
         """Sends that do not end by themselves (a stopped reader) are ended by closing the lane."""

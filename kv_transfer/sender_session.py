@@ -278,7 +278,7 @@ class SenderSession:
     def _on_abort(self, abort: Abort) -> None:
         serve = self._serves.get((abort.transfer_id, abort.attempt))
         if serve is None:
-            self._sender.drop(abort.transfer_id, 0, abort.reason)
+            self._sender.drop(abort.transfer_id, abort.generation, abort.reason)
             self.connection.send(AbortAck(transfer_id=abort.transfer_id, attempt=abort.attempt))
             return
         if serve.aborted:

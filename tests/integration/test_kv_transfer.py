@@ -279,6 +279,10 @@ def test_refusals_name_the_cause(transport: str) -> None:
                     await receiver.fetch(msgspec.structs.replace(fresh, incarnation="older"), {}, 16)
                 with pytest.raises(TransferFailed, match="is engine P, the ticket is of engine Q"):
                     await receiver.fetch(msgspec.structs.replace(fresh, engine_id="Q"), {}, 16)
+                #    None of these refusals touched the hold itself.
+                assert await prefill.call("held") == 2
+                await receiver.drop(fresh)
+                assert (await prefill.event())["reason"] == "dropped by the reader"
                 # 5. A block that P never computed is named; P's own cancellation gives its reason.
                 await prefill.compute("a", 1, both({0: 0, 1: 1}))
                 await prefill.call("finish", id="a", carry="")
@@ -322,6 +326,7 @@ def test_prefill_dies_in_mid_transfer(transport: str, how: str) -> None:
             before = snapshot(receiver)
             if how == "stop":
                 prefill.signal(signal.SIGCONT)
+                assert (await prefill.event())["reason"].startswith(("peer_lost", "sending chunk"))
             await asyncio.sleep(0.5)
             assert snapshot(receiver) == before
             for position in range(kept):
@@ -361,7 +366,8 @@ def test_cancelled_receiver_leaves_quiet_memory_and_a_usable_session(transport: 
     run(story())
 
 
-def test_decode_dies_in_mid_transfer_and_prefill_gets_its_blocks_back(transport: str) -> None:
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_decode_dies_in_mid_transfer_and_prefill_gets_its_blocks_back(transport: str, how: str) -> None:
     async def story() -> None:
         released: list[tuple[str, str]] = []
         pools = make_pools(33, (BIG_BLOCK,))
@@ -379,7 +385,7 @@ def test_decode_dies_in_mid_transfer_and_prefill_gets_its_blocks_back(transport:
                 sender.extend("a", {0: {p: p for p in range(32)}}, 512)
                 await until(lambda: sender.metrics.chunks_sent >= 1)
                 assert released == []
-                decode.signal(signal.SIGKILL)
+                decode.signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
                 await until(lambda: bool(released))
                 assert released[0][1].startswith(("peer_lost", "sending chunk"))
                 assert sender.num_held == 0
