@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ from common.errors import NodeFailed
 
 QUESTION = "Give me three tips for baking good bread at home, and explain in one sentence each why they help."
 CONTINUATION = (
-    "The following section explains how to open a file, read it line by line and close it again. "
-    "To read a file, call the function with the name of the file and a mode. The function returns"
+    "A module is a file containing definitions and statements. The file name is the module name with a suffix "
+    "appended. Within a module, the name of the module is available as the value of"
 )
 STOP_TIMEOUT_S = 10.0
 FALLBACK_MODEL = "baton-tiny"
@@ -39,21 +39,21 @@ def run(args: argparse.Namespace) -> int:
     model = _prepared(args.model)
     prompt = args.prompt or (CONTINUATION if model == FALLBACK_MODEL else QUESTION)
     _say(f"starting router, prefill node and decode node with {model}")
-    with running_up(["--model", model, "--transport", args.transport, "--port", "0"]) as url:
+    with running_up(["--model", model, "--transport", args.transport, "--port", "0"]) as (url, transport):
         print(f"\n> {prompt}\n")
-        answer, transferred = asyncio.run(_ask(url, prompt, args.max_tokens))
-        print(f"\n{answer.describe()}\n{transferred}")
+        answer = asyncio.run(_ask(url, prompt, args.max_tokens))
+        print(f"\n{answer.describe()}\n{transferred(answer.usage, transport)}")
     _say("stopped; nothing is left running")
     return 0 if answer.output_tokens else 1
 
 
 @contextmanager
-def running_up(words: list[str]) -> Iterator[str]:
-    """`baton up` with these words, as a process of its own; yields the URL of its ready line."""
+def running_up(words: list[str]) -> Iterator[tuple[str, str]]:
+    """`baton up` with these words, as a process of its own; yields URL and transport of its ready line."""
     command = [sys.executable, "-m", "cli.main", "up", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     try:
-        yield _url_when_ready(process)
+        yield _read_ready_line(process)
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -63,14 +63,14 @@ def running_up(words: list[str]) -> Iterator[str]:
             process.wait()
 
 
-def _url_when_ready(process: "subprocess.Popen[str]") -> str:
-    """Reads the ready line. `up` has its own deadline and ends when it cannot start; then stdout ends."""
+def _read_ready_line(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Waits for it. `up` has its own deadline and ends when it cannot start; then stdout ends."""
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="")
-        found = re.search(r"is ready: (\S+)", line)
+        found = re.search(r"is ready: (\S+) .*?(?:transfer (\w+))?\)", line)
         if found:
-            return found[1]
+            return found[1], found[2] or ""
     raise NodeFailed(f"`baton up` ended with {process.wait()} before it was ready; its messages are above")
 
 
@@ -88,24 +88,23 @@ def _prepared(wanted: str | None) -> str:
     return FALLBACK_MODEL
 
 
-async def _ask(url: str, prompt: str, max_tokens: int) -> tuple[Any, str]:
+async def _ask(url: str, prompt: str, max_tokens: int) -> Any:
     from cli.answer import ask
     from cli.client import open_client
 
     async with open_client(url) as client:
-        options = {"max_tokens": max_tokens, "temperature": 0}
-        answer = await ask(client, prompt, options)
-        return answer, _transferred(answer.usage)
+        return await ask(client, prompt, {"max_tokens": max_tokens, "temperature": 0})
 
 
-def _transferred(usage: Any) -> str:
+def transferred(usage: Mapping[str, Any], transport: str) -> str:
+    """What crossed from the prefill to the decode node for this answer."""
     figures = usage.get("baton") or {}
     num_bytes = int(figures.get("transferred_bytes", 0))
     if not num_bytes:
         return "no KV blocks crossed: the decode node computed the prompt itself"
-    how = figures.get("transport") or "the KV transfer"
     tokens = int(figures.get("transferred_tokens", 0))
-    return f"KV blocks of {tokens} prompt tokens crossed over {how}: {num_bytes / 2**20:.2f} MiB"
+    over = {"ucx": "UCX", "tcp": "TCP"}.get(transport, "UCX or TCP")
+    return f"{num_bytes / 2**20:.2f} MiB crossed over {over}: the KV blocks of {tokens} prompt tokens"
 
 
 def _say(message: str) -> None:
