@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.tokenizer import Tokenizer
 
 SENTENCES = (
     "A cache is a promise that the work done once will not have to be done again.",
@@ -31,6 +32,32 @@ SENTENCES = (
     "The museum keeps the letters in a dark room, for the ink has already lost most of its colour.",
     "A list keeps the order of its items, a set forgets it, and a dictionary remembers it by key.",
 )
+QUESTIONS = (
+    "What is photosynthesis, and why does it matter?",
+    "Give me three tips for learning to play the piano.",
+    "Explain how a refrigerator keeps food cold.",
+    "Write a short paragraph about the history of bicycles.",
+    "Why do we have leap years?",
+    "What should I pack for a week of hiking in the mountains?",
+    "Explain the difference between weather and climate.",
+    "How does a bill become a law?",
+    "Write a Python function that reverses a string.",
+    "What are the benefits of drinking enough water?",
+    "Describe the water cycle in simple terms.",
+    "Why is sleep important for memory?",
+    "How do vaccines protect us from diseases?",
+    "Give me an easy recipe for vegetable soup.",
+    "What is inflation, and how does it affect savings?",
+    "Explain what an operating system does.",
+    "How can a small town attract more visitors?",
+    "Why do leaves change colour in autumn?",
+    "What makes a good teacher?",
+    "Explain how a telescope works.",
+    "Write a short story about a lighthouse keeper.",
+    "How do plants survive in the desert?",
+    "What is the purpose of a database index?",
+    "Give me advice for a first job interview.",
+)
 CHARACTERS_PER_TOKEN = 4  # of English text; a start, refined by asking the server
 
 
@@ -45,6 +72,24 @@ def shuffled_text(rng: random.Random, num_characters: int) -> str:
             if length >= num_characters:
                 break
     return " ".join(words)
+
+
+def read_token_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of a file's prompts: .json with `prompts`, .jsonl with `prompt` (ids or text), or text lines."""
+    try:
+        if file.suffix == ".json":
+            prompts = json.loads(file.read_text(encoding="utf-8"))["prompts"]
+        elif file.suffix == ".jsonl":
+            lines = file.read_text(encoding="utf-8").splitlines()
+            prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+        else:
+            prompts = read_prompts(file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--prompts {file}: {error!r}; expected `prompts` or lines with `prompt`") from None
+    ids = [tokenizer.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+    if not ids or not all(ids):
+        raise ConfigError(f"--prompts {file}: no prompts in it, or an empty one")
+    return ids
 
 
 def read_prompts(file: Path) -> list[str]:

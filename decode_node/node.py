@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.engine.batch import RequestUpdate, StepOutput
+from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
 from common.engine.node_runtime import NodeRuntime, fire_and_log
 from common.errors import BatonError, TransferError, TransferFailed
@@ -61,9 +62,9 @@ class _Decode:
 class DecodeNode:
     """Wires a NodeRuntime to a KvReceiver. ``role`` "both": no transfers are expected."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, built: BuiltEngine | None = None) -> None:
         role = "both" if config.decode.aggregated else "decode"
-        self.runtime = NodeRuntime(role, config.model, config.engine, config.node, config.log)
+        self.runtime = NodeRuntime(role, config.model, config.engine, config.node, config.log, built)
         built = self.runtime.built
         pools = KvPools(
             tuple(
@@ -75,6 +76,7 @@ class DecodeNode:
         self.receiver = KvReceiver(pools, fingerprint, config.transfer)
         self._decodes: dict[str, _Decode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.transports_used: set[str] = set()
         self._num_bytes = 0
         self._num_transfers = 0
         self._num_failures = 0
@@ -199,6 +201,7 @@ class DecodeNode:
             await self.runtime.call(lambda engine: engine.kv_failed(request_id, upto, stuck))
             return
         self._num_bytes += result.num_bytes
+        self.transports_used.add(result.transport)
         decode.transferred_bytes = result.num_bytes
         decode.transferred_tokens = cut - cached
         carry = result.carry or None

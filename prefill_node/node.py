@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.engine.batch import RequestSummary, StepOutput
+from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
 from common.engine.node_runtime import NodeRuntime, fire_and_log
 from common.errors import BatonError
@@ -32,7 +33,7 @@ from common.messages import (
     RouterMessage,
     TransferAddress,
 )
-from common.request import FinishReason, Request, SamplingParams
+from common.request import Request, SamplingParams
 from kv_transfer.plan import GroupPool, KvPools
 from kv_transfer.sender import KvSender
 from prefill_node.config import PrefillConfig
@@ -64,8 +65,8 @@ class _Offer:
 class PrefillNode:
     """Wires a NodeRuntime to a KvSender."""
 
-    def __init__(self, config: PrefillConfig) -> None:
-        self.runtime = NodeRuntime("prefill", config.model, config.engine, config.node, config.log)
+    def __init__(self, config: PrefillConfig, built: BuiltEngine | None = None) -> None:
+        self.runtime = NodeRuntime("prefill", config.model, config.engine, config.node, config.log, built)
         self.config = config
         built = self.runtime.built
         layout = built.layout
@@ -123,17 +124,7 @@ class PrefillNode:
             reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
             self._refuse(router_id, request_id, reason, retry=False)
             return
-        request = Request(
-            request_id,
-            message.token_ids,
-            SamplingParams(),
-            stop_at=message.cut,
-            hold_blocks=True,
-            priority=message.priority,
-            extra_keys=_extra_keys(message),
-            lora_name=message.lora_name,
-            arrival_time_s=asyncio.get_running_loop().time(),
-        )
+        request = self.make_request(message)
         prefill = _Prefill(router_id, request_id, transfer_id)
         if request_id in self._prefills or transfer_id in self._by_transfer:
             self._refuse(router_id, request_id, f"request {request_id} is already here", retry=False)
@@ -149,6 +140,20 @@ class PrefillNode:
             self._refuse(router_id, request_id, error.message, retry=error.retryable)
             return
         self.runtime.send(router_id, Accepted(request_id))
+
+    def make_request(self, message: PrefillRequest) -> Request:
+        """The whole prompt, so that the modules read real tokens past the cut (02-exactness 4)."""
+        return Request(
+            message.request_id,
+            message.token_ids,
+            SamplingParams(),
+            stop_at=message.cut,
+            hold_blocks=True,
+            priority=message.priority,
+            extra_keys=_extra_keys(message),
+            lora_name=message.lora_name,
+            arrival_time_s=asyncio.get_running_loop().time(),
+        )
 
     def _refuse(self, router_id: str, request_id: str, reason: str, *, retry: bool) -> None:
         self.runtime.send(router_id, Refused(request_id, reason, retry))
@@ -170,7 +175,7 @@ class PrefillNode:
         size = self.runtime.built.layout.block_size
         offers = []
         for update in output.updates:
-            is_last = update.finish_reason is FinishReason.CUT
+            is_last = update.finish_reason is not None
             first = self._offered_blocks.get(update.request_id, 0)
             end = -(-update.num_computed // size) if is_last else update.final_upto // size
             tables = engine.tables(update.request_id)

@@ -42,19 +42,20 @@ class EngineLoop:
     def call(self, function: Callable[[Engine], T]) -> "Future[T]":
         """Runs ``function(engine)`` between two steps; the future carries its result or error."""
         future: Future[T] = Future()
-        if self._stopped:
-            future.set_exception(BatonError("the engine has stopped"))
-            return future
 
         def carry_out() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._stopped:
+                    raise BatonError("the engine has stopped")
                 future.set_result(function(self.engine))
             except BaseException as error:  # it belongs to the caller, whatever it is
                 future.set_exception(error)
 
         self._inbox.put(carry_out)
+        if self._stopped:  # the thread may have looked for late calls before this one came
+            self._answer_late_calls()
         return future
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -70,12 +71,13 @@ class EngineLoop:
                 events = self.engine.take_events()
                 if output.updates or output.preempted or events:
                     self._on_step(output, events)
-                self._stalled = self.engine.has_work and output.num_scheduled_tokens == 0
+                # A step that preempts admits nobody; the next one may.
+                self._stalled = output.num_scheduled_tokens == 0 and not output.preempted
         except BaseException as error:
             self._on_failure(error)
         finally:
             self._stopped = True
-            self._fail_rest()
+            self._answer_late_calls()
 
     _stalled = False  # there is work, but nothing could be scheduled: wait for a call (a release, an abort)
 
@@ -98,8 +100,8 @@ class EngineLoop:
                 return False
             item()
 
-    def _fail_rest(self) -> None:
-        """Calls that came too late are answered all the same."""
+    def _answer_late_calls(self) -> None:
+        """Calls that came too late are answered all the same: with an error, the engine is not touched."""
         while True:
             try:
                 item = self._inbox.get_nowait()

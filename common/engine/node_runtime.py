@@ -38,15 +38,23 @@ class NodeRuntime:
     right after the step and returns what ``on_step`` needs besides (block tables change later)."""
 
     def __init__(
-        self, role: str, model: ModelOptions, engine: EngineOptions, node: NodeOptions, log: LogOptions
+        self,
+        role: str,
+        model: ModelOptions,
+        engine: EngineOptions,
+        node: NodeOptions,
+        log: LogOptions,
+        built: BuiltEngine | None = None,
     ) -> None:
+        """``built``: an engine made elsewhere (several nodes in one process share the weights)."""
         self.role = role
         self.options = node
         self.node_id = node.node_id or f"{role}-{secrets.token_hex(3)}"
-        setup_logging(log, process=self.node_id)
+        if built is None:
+            setup_logging(log, process=self.node_id)
         self.epoch = secrets.token_hex(8)
         self.draining = False
-        self.built: BuiltEngine = build_engine(model, engine, progress=logger.info)
+        self.built = built or build_engine(model, engine, progress=logger.info)
         self.served_name = model.served_model_name or self.built.files.name
         self.metrics = Metrics(NODE_METRICS, model_name=self.served_name)
         self.publisher = KVEventPublisher(

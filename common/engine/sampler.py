@@ -42,8 +42,10 @@ def process_logits(
     rows = logits.float()
     if sampling.has_penalties or sampling.logit_bias or sampling.min_tokens:
         rows = rows.clone()
+        # Rows behind an invalid draft are never used; its id must not be used as an index.
+        valid = [d if 0 <= d < rows.shape[-1] else 0 for d in drafts]
         for j in range(rows.shape[0]):
-            _adjust(rows[j], sampling, [*known, *drafts[:j]], num_prompt, eos_token_ids)
+            _adjust(rows[j], sampling, [*known, *valid[:j]], num_prompt, eos_token_ids)
     if sampling.greedy:
         return rows
     return truncated_log_probs(rows / sampling.temperature, sampling)

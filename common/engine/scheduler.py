@@ -8,7 +8,7 @@ its blocks go, it waits, and is later recomputed from its known tokens (prefix h
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.engine.batch import (
@@ -70,10 +70,14 @@ class Scheduler:
         self.waiting: list[Request] = []  # by (priority, arrival)
         self.ready: list[Request] = []  # hand-overs that arrived, in order
         self.running: list[Request] = []
+        self._receiving_ids: set[str] = set()  # in no queue: RECEIVING_KV
+        self._held_ids: set[str] = set()  # in no queue: HELD
+        self.on_finish: Callable[[Request], None] | None = None  # sees a request just before its blocks go
         self._carry: dict[str, bytes] = {}  # hand-over's hidden rows until the step that uses them
         self._forgotten: list[str] = []
         self._preempted: list[str] = []
         self.stats = SpecStats()
+        self._smallest_pool = min(pool.num_blocks - 1 for pool in kv.pools)
         self.max_request_tokens = kv.max_request_tokens(config.max_num_batched_tokens, config.max_model_len)
 
     # ---- requests come and go ---------------------------------------------------------------------------
@@ -90,13 +94,12 @@ class Scheduler:
         nothing, when the blocks (and one more for every running request) are not free now.
         """
         self._admit(request)
-        hit = self.kv.match(request)
-        hit = min(hit, cut // self.kv.block_size * self.kv.block_size)
+        hit = self.kv.match(request, cut)
         self.kv.adopt(request, hit)
         # Should the carry row be lost, D starts at L-N: window blocks are kept (and shipped) from there on.
         start = min(cut, max(0, request.num_tokens - max(self.config.num_modules, 1)))
-        headroom = len(self.running) + len(self.ready)
-        seats = self.config.max_num_seqs - len(self.running) - len(self.ready) - self.num_receiving
+        headroom = self._num_seated
+        seats = self._seats - headroom
         room = self.kv.fits(request, request.num_tokens + 1, headroom, self.config.max_num_batched_tokens)
         if seats <= 0 or not room or not self.kv.allocate_span(request, start, request.num_tokens):
             self.kv.free(request)
@@ -107,6 +110,7 @@ class Scheduler:
             )
         request.num_cached_tokens = hit
         request.state = RequestState.RECEIVING_KV
+        self._receiving_ids.add(request.request_id)
         return hit
 
     def wanted(self, request_id: str, cut: int) -> dict[int, dict[int, int]]:
@@ -132,6 +136,7 @@ class Scheduler:
         request.num_computed = max(upto, request.num_computed)
         if carry is not None:
             self._carry[request_id] = carry
+        self._receiving_ids.remove(request_id)
         request.state = RequestState.READY
         self.ready.append(request)
 
@@ -144,6 +149,7 @@ class Scheduler:
         self.kv.quarantine(request, quarantined)
         leave = max(self.config.num_modules, 1)
         self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - leave)))
+        self._receiving_ids.remove(request_id)
         self._restart(request)
         self._enqueue(request)
 
@@ -176,6 +182,12 @@ class Scheduler:
                 f"prompt has {request.num_tokens} tokens, this node serves at most {limit} with its output "
                 f"(model {self.config.max_model_len}, pool {self.max_request_tokens}); shorten the prompt"
             )
+        if _is_pinned(request) and cdiv(request.end, self.kv.block_size) > self._smallest_pool:
+            raise PromptTooLong(
+                f"a prefill of {request.end} tokens holds all its blocks, and a KV group here has "
+                f"{self._smallest_pool} blocks of {self.kv.block_size}; shorten the prompt or "
+                "raise kv_cache_mib"
+            )
         self.requests[request.request_id] = request
         self._stop_checkers[request.request_id] = self._make_stop_checker(request)
 
@@ -201,12 +213,16 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Old owner of the blocks: the request. New owner: the pool's free list."""
+        if self.on_finish is not None and reason is not FinishReason.ABORT:
+            self.on_finish(request)
         self.kv.free(request)
         request.finish_reason = reason
         request.state = RequestState.FINISHED
         request.drafts = ()
         self._carry.pop(request.request_id, None)
         self._forgotten.append(request.request_id)
+        self._receiving_ids.discard(request.request_id)
+        self._held_ids.discard(request.request_id)
         del self.requests[request.request_id], self._stop_checkers[request.request_id]
 
     # ---- one step ---------------------------------------------------------------------------------------
@@ -217,26 +233,31 @@ class Scheduler:
 
     @property
     def num_receiving(self) -> int:
-        return sum(r.state is RequestState.RECEIVING_KV for r in self.requests.values())
+        return len(self._receiving_ids)
 
     def schedule(self) -> ScheduledBatch:
         """The next step's work; may be empty. Owns the blocks that the step writes."""
         entries: dict[str, ScheduledRequest] = {}
         budget = self.config.max_num_batched_tokens
-        for request in list(self._in_order()):
+        for request in (*self.ready, *self.running):  # arrived hand-overs first
             if budget <= 0:
                 break
-            if request.state is not RequestState.RUNNING:
+            if request.state is RequestState.WAITING:
                 continue  # preempted a moment ago
             num_new, drafts = self._share(request, budget)
             if num_new <= 0:
                 continue
+            if request.state is RequestState.READY:  # one that finds no budget stays ready: first next time
+                self.ready.remove(request)
+                request.state = RequestState.RUNNING
+                self.running.append(request)
             if not self._make_room(request, request.num_computed + num_new + len(drafts), entries):
                 continue
             entries[request.request_id] = self._entry(request, num_new, drafts)
             budget -= num_new + len(drafts)
+        seats = self._seats
         for request in list(self.waiting):
-            if budget <= 0 or self._preempted or len(self.running) >= self._seats:
+            if budget <= 0 or self._preempted or self._num_seated >= seats:
                 break
             num_new = self._start(request, budget)
             if num_new <= 0:
@@ -250,14 +271,9 @@ class Scheduler:
     def _seats(self) -> int:
         return self.config.max_num_seqs - self.num_receiving
 
-    def _in_order(self) -> Iterator[Request]:
-        """Arrived hand-overs first, then the others; all of them are running from here on."""
-        arrived, self.ready = self.ready, []
-        for request in arrived:
-            request.state = RequestState.RUNNING
-        self.running = [*self.running, *arrived]
-        yield from arrived
-        yield from (r for r in self.running if r not in arrived)
+    @property
+    def _num_seated(self) -> int:
+        return len(self.running) + len(self.ready)
 
     def _share(self, request: Request, budget: int) -> tuple[int, tuple[int, ...]]:
         """(known tokens, drafts) of the request's next piece of work within ``budget``."""
@@ -311,10 +327,10 @@ class Scheduler:
             self.kv.adopt(request, hit)
             if request.num_output_tokens == 0:
                 request.num_cached_tokens = hit
-        headroom = len(self.running)
+        headroom = self._num_seated
         num_new, _ = self._share(request, budget)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
-        alone = not self.running and self.num_receiving == 0 and not self._holding
+        alone = not (headroom or self._receiving_ids or self._held_ids)
         upto = request.end if _is_pinned(request) else request.num_computed + num_new
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
             self.kv.free(request)
@@ -324,10 +340,6 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self.running.append(request)
         return num_new
-
-    @property
-    def _holding(self) -> bool:
-        return any(r.state is RequestState.HELD for r in self.requests.values())
 
     def _entry(self, request: Request, num_new: int, drafts: tuple[int, ...]) -> ScheduledRequest:
         samples = request.stop_at is None and request.num_computed + num_new == request.num_tokens
@@ -368,8 +380,11 @@ class Scheduler:
         reason: FinishReason | None = None
         if entry.samples:
             tokens, reason = self._append(request, result.tokens)
+            verified, accepted = len(entry.drafts), result.num_accepted
+            if len(tokens) < len(result.tokens):  # nothing past the end counts, verified or not
+                verified, accepted = min(verified, len(tokens)), min(accepted, len(tokens))
             for stats in (request.spec, self.stats):
-                stats.record(len(entry.drafts), result.num_accepted)
+                stats.record(verified, accepted)
             request.num_computed = min(request.num_computed, request.num_tokens)
             request.drafts = result.next_drafts
         elif request.stop_at == request.num_computed:
@@ -391,6 +406,7 @@ class Scheduler:
             if request.hold_blocks:
                 # Old owner: the running request. New owner: the hold, until `release` or `abort`.
                 request.state = RequestState.HELD
+                self._held_ids.add(request.request_id)
                 request.finish_reason = reason
             else:
                 self._finish(request, reason)
@@ -411,7 +427,7 @@ class Scheduler:
         for child in sequences_of(parent):
             self.requests[child.request_id] = child
             self._stop_checkers[child.request_id] = self._make_stop_checker(child)
-            seat = len(self.running) < self._seats
+            seat = self._num_seated < self._seats
             if seat and self.kv.fork(parent, child, shared, start):
                 child.state = RequestState.RUNNING
                 self.running.append(child)
@@ -468,8 +484,15 @@ class Scheduler:
             assert all(r.state is state for r in queue), f"{state} queue holds {queue}"
             assert len(set(map(id, queue))) == len(queue), f"{state} queue holds a request twice"
         queued = len(self.waiting) + len(self.ready) + len(self.running)
-        aside = {RequestState.RECEIVING_KV, RequestState.HELD}
-        assert queued == sum(r.state not in aside for r in self.requests.values()), "a request is in no queue"
+        for ids, state in (
+            (self._receiving_ids, RequestState.RECEIVING_KV),
+            (self._held_ids, RequestState.HELD),
+        ):
+            found = {r.request_id for r in self.requests.values() if r.state is state}
+            assert ids == found, f"{state}: {ids} noted, {found} found"
+        aside = len(self._receiving_ids) + len(self._held_ids)
+        assert queued + aside == len(self.requests), "a request is in no queue"
+        assert self._num_seated <= self._seats, "more requests than seats"
         for request in self.requests.values():
             assert 0 <= request.num_computed <= request.num_tokens, f"{request!r} computed too much"
             assert len(request.drafts) <= self.config.num_modules

@@ -38,8 +38,8 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The rows of one entry: positions first .. end-1; ``exact_upto`` is K, ``last_known`` T."""
+class Rows:
+    """The drafter's rows of one entry in a step: positions first .. end-1; ``exact_upto`` is K, ``last_known`` T."""
 
     first: int
     end: int
@@ -75,7 +75,7 @@ class MtpSpeculator:
         self, entries: Sequence[ScheduledRequest], verified: Sequence[Verified], hidden: Sequence[Tensor]
     ) -> list[Drafts]:
         """``hidden[i]`` [positions of entry i, D] are the trunk's; returns drafts for entries that sample."""
-        rows = [self._rows(e, v, h) for e, v, h in zip(entries, verified, hidden, strict=True)]
+        rows = [self.rows(e, v, h) for e, v, h in zip(entries, verified, hidden, strict=True)]
         spans = [Span(e.tables, r.first, r.end) for e, r in zip(entries, rows, strict=True)]
         attend = PagedAttend.over(self._storage, self._module_groups, spans)
         positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.end) for s in spans]))
@@ -88,7 +88,7 @@ class MtpSpeculator:
             ids = torch.from_numpy(
                 np.concatenate([r.next_ids[m : m + len(s)] for r, s in zip(rows, spans, strict=True)])
             )
-            pads = np.concatenate([_pads(r, m, e.samples) for r, e in zip(rows, entries, strict=True)])
+            pads = np.concatenate([self.pads(r, m, e.samples) for r, e in zip(rows, entries, strict=True)])
             paged = attend.with_pads(torch.from_numpy(pads)) if pads.any() else attend
             state = self._modules.forward_module(m, state, ids, positions, paged)
             if drafting:
@@ -96,13 +96,30 @@ class MtpSpeculator:
                 self._draw(m, entries, rows, drafting, logits, drafts)
         return drafts
 
-    def _rows(self, entry: ScheduledRequest, verified: Verified, hidden: Tensor) -> _Rows:
+    def first_row(self, entry: ScheduledRequest, exact_upto: int) -> int:
+        """F: re-prefill starts here. Slots below it are exact, whatever was accepted (02-exactness 1)."""
+        return max(0, min(entry.start, exact_upto + 1 - self.num_modules))
+
+    def pads(self, rows: Rows, m: int, samples: bool) -> np.ndarray:
+        """True where module m must not write: exact already, or (nothing sampled) reading an unknown token."""
+        positions = np.arange(rows.first, rows.end)
+        reads = positions + m + 1
+        pads = (positions < rows.start) & (reads <= rows.exact_upto)
+        if not samples:
+            pads |= reads > rows.last_known
+        return pads
+
+    def has_carry(self, request_id: str) -> bool:
+        """Whether the request has been through a step here."""
+        return request_id in self._carry
+
+    def rows(self, entry: ScheduledRequest, verified: Verified, hidden: Tensor) -> Rows:
         n, q = self.num_modules, entry.start
         before = len(entry.known) - 1  # T0
         exact_upto = before + verified.num_accepted  # K
         last_known = before + len(verified.tokens)  # T
         end = q + entry.num_new + verified.num_accepted
-        first = max(0, min(q, exact_upto + 1 - n))
+        first = self.first_row(entry, exact_upto)
         carry = self._take_carry(entry, hidden)
         kept = hidden[: end - q]
         if q - first > carry.shape[0]:
@@ -114,7 +131,7 @@ class MtpSpeculator:
         tokens = [*entry.known[first + 1 : end + n], *verified.tokens][: last_known - first]
         next_ids = np.zeros(needed + n, dtype=np.int64)
         next_ids[: min(len(tokens), needed + n)] = tokens[: needed + n]
-        return _Rows(first, end, q, exact_upto, last_known, joined[-needed:], next_ids)
+        return Rows(first, end, q, exact_upto, last_known, joined[-needed:], next_ids)
 
     def _take_carry(self, entry: ScheduledRequest, hidden: Tensor) -> Tensor:
         if entry.handover_carry is not None:
@@ -127,7 +144,7 @@ class MtpSpeculator:
         self,
         m: int,
         entries: Sequence[ScheduledRequest],
-        rows: Sequence[_Rows],
+        rows: Sequence[Rows],
         drafting: Sequence[int],
         logits: Tensor,
         drafts: list[Drafts],
@@ -154,13 +171,3 @@ class MtpSpeculator:
         if not drafts.log_q:
             return None
         return DraftDistribution(torch.stack(drafts.log_q), self._modules.draft_vocab)
-
-
-def _pads(rows: _Rows, m: int, samples: bool) -> np.ndarray:
-    """True where module m must not write: exact already, or (nothing sampled) reading an unknown token."""
-    positions = np.arange(rows.first, rows.end)
-    reads = positions + m + 1
-    pads = (positions < rows.start) & (reads <= rows.exact_upto)
-    if not samples:
-        pads |= reads > rows.last_known
-    return pads
