@@ -19,8 +19,8 @@ from common.errors import NodeFailed
 
 QUESTION = "Give me three tips for baking good bread at home, and explain in one sentence each why they help."
 CONTINUATION = (
-    "A module is a file containing definitions and statements. The file name is the module name with a suffix "
-    "appended. Within a module, the name of the module is available as the value of"
+    "A module is a file containing definitions and statements. The file name is the module name with a "
+    "suffix appended. Within a module, the name of the module is available as the value of"
 )
 STOP_TIMEOUT_S = 10.0
 FALLBACK_MODEL = "baton-tiny"
