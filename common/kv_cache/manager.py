@@ -130,6 +130,8 @@ class KVCacheManager:
         if any(need > pool.num_free for (_, need), pool in zip(needs, self.pools, strict=True)):
             return False
         for g, (holes, need) in enumerate(needs):
+            if holes:  # all of the hit lies before the window: nobody reads it once the rest is there
+                self._drop_blocks(g, request.tables[g], len(request.tables[g]))
             request.tables[g].extend([NULL_BLOCK] * holes + self._take(g, need))
         return True
 
@@ -139,15 +141,19 @@ class KVCacheManager:
             if group.window is None:
                 continue
             table = request.tables[g]
-            end = min(group.first_needed_block(request.num_computed), len(table))
-            for i in range(end - 1, -1, -1):
-                if table[i] == NULL_BLOCK:
-                    break
-                self.pools[g].free((table[i],))
-                table[i] = NULL_BLOCK
+            self._drop_blocks(g, table, min(group.first_needed_block(request.num_computed), len(table)))
+
+    def _drop_blocks(self, g: int, table: list[int], end: int) -> None:
+        """Ends the ownership of the blocks before index ``end``, last first; earlier ones went already."""
+        for i in range(end - 1, -1, -1):
+            if table[i] == NULL_BLOCK:
+                break
+            self.pools[g].free((table[i],))
+            table[i] = NULL_BLOCK
 
     def free(self, request: Request) -> None:
         """Ends the request's ownership of all its blocks; the tail goes first, so it is evicted first."""
+        self._cancel_copies(request)
         for pool, table in zip(self.pools, request.tables, strict=False):
             pool.free(reversed(table))
         request.tables = []
@@ -167,8 +173,9 @@ class KVCacheManager:
         """Brings the request's block hashes up to its known tokens."""
         self.hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
 
-    def match(self, request: Request) -> int:
-        """Tokens of the longest hit that leaves at least max(k, 1) tokens to compute; owns nothing yet."""
+    def match(self, request: Request, at_most: int | None = None) -> int:
+        """Tokens of the longest hit, ``at_most`` so many, that leaves at least max(k, 1) tokens to compute;
+        owns nothing yet."""
         if not self.prefix_caching:
             return 0
         self.hash_known(request)
@@ -176,6 +183,8 @@ class KVCacheManager:
         limit = min(len(request.block_hashes), max(0, request.num_tokens - leave) // self.block_size)
         if request.stop_at is not None:
             limit = min(limit, (request.stop_at - 1) // self.block_size)  # something is left to compute
+        if at_most is not None:
+            limit = min(limit, at_most // self.block_size)
         return self._longest_hit(request.block_hashes, limit) * self.block_size
 
     def _longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
@@ -245,6 +254,9 @@ class KVCacheManager:
             for block in table:
                 pool.share(block)
             for source in parent.tables[g][whole:end]:
+                if source == NULL_BLOCK:  # left by the window
+                    table.append(NULL_BLOCK)
+                    continue
                 pool.share(source)
                 (copy,) = self._take(g, 1)
                 self._pending_copies.append(BlockCopy(g, source, copy))
@@ -253,6 +265,16 @@ class KVCacheManager:
         child.num_registered = [min(whole, n) for n in parent.num_registered]
         child.num_computed = upto
         return True
+
+    def _cancel_copies(self, request: Request) -> None:
+        """A fork that ends before its copies were made: its blocks may be somebody else's by then."""
+        kept = []
+        for copy in self._pending_copies:
+            if copy.group < len(request.tables) and copy.destination in request.tables[copy.group]:
+                self.pools[copy.group].free((copy.source,))
+            else:
+                kept.append(copy)
+        self._pending_copies = kept
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         copies, self._pending_copies = tuple(self._pending_copies), []
