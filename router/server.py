@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -141,7 +142,7 @@ class Router:
                 "draining": node.draining,
                 "heard_s_ago": round(now - node.last_heard_s, 3),
                 "requests_of_this_router": len(node.legs),
-                "load": node.load,
+                "load": msgspec.structs.asdict(node.load),
                 "events": self.follower.state(node.node_id),
             }
             for node in sorted(self.hub.nodes.values(), key=lambda n: n.node_id)
