@@ -224,7 +224,7 @@ class ControlClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await link.changed.wait()
-            # When this loop itself stood still, replies wait unread in the socket: the router is not to blame.
+            # When this loop itself stood still, replies wait unread: the router is not to blame.
             link.last_heard_s += max(0.0, loop.time() - slept_from - wait_s)
 
     async def _dispatch(self) -> None:

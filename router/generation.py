@@ -27,7 +27,8 @@ from common.service import Receive, Scope, Send, respond
 from router.choice_text import Delta
 from router.openai_responses import DONE_EVENT, Shapes, Usage, error_body, to_event, to_json
 from router.openai_types import GenerationRequest
-from router.pipeline import Job, Services, prepare, walk
+from router.pipeline import walk
+from router.prepare import Job, Services, prepare
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.request import SamplingParams
+from router.chat_messages import checked_messages, json_type
 
 IGNORED_FIELDS = frozenset(
     (
@@ -136,7 +137,7 @@ def parse_body(kind: type[T], raw: bytes) -> T:
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not valid JSON: it is not UTF-8") from None
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_json_type(body)}")
+        raise InvalidRequest(f"the body must be a JSON object, not {json_type(body)}")
     given = {key: value for key, value in body.items() if value is not None and key not in IGNORED_FIELDS}
     for name in given.keys() - set(kind.__struct_fields__):
         value = given.pop(name)
@@ -179,13 +180,6 @@ def parse_chat(raw: bytes) -> GenerationRequest:
     return GenerationRequest(
         messages=checked_messages(body.messages), **_common(body, max_tokens, logprobs, name)
     )
-
-
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Messages as the chat template reads them: role and text. What is not text is refused by name."""
-    if not messages:
-        raise InvalidRequest("messages is empty; give at least one", param="messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, param: str) -> None:
@@ -304,40 +298,3 @@ def _prompts(prompt: str | list[Any]) -> tuple[str | list[int], ...]:
         if not isinstance(item, str | list):
             raise InvalidRequest(f"prompt contains {item!r}; expected text or token ids", param="prompt")
     return tuple(prompts)
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_NOTES = frozenset({"name"})  # no template at hand reads it
-
-
-def _message(message: Mapping[str, Any], where: str) -> dict[str, str]:
-    for key, value in message.items():
-        if key not in ("role", "content") and key not in _MESSAGE_NOTES and value not in (None, [], ""):
-            raise InvalidRequest(f"{where}.{key} is not supported; remove it", param=f"{where}.{key}")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequest(
-            f"{where}.role is {role!r}; expected one of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise InvalidRequest(
-            f"{where}.content is {_json_type(content)}; expected text", param=f"{where}.content"
-        )
-    return {"role": _ROLES[role], "content": content}
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else _json_type(part)
-        raise InvalidRequest(f"{where} is of type {kind!r}; only text parts are supported", param=where)
-    return str(part["text"])
-
-
-def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
-    return names.get(type(value), "an object")

@@ -27,7 +27,7 @@ from common.model.registry import resolve_model
 from common.service import Service
 from common.tokenizer import Tokenizer
 from common.version import __version__
-from router import pipeline
+from router.chat_messages import checked_messages
 from router.config import RouterConfig
 from router.event_follower import EventFollower
 from router.generation import Door, GenerationEndpoint, read_body
@@ -37,12 +37,12 @@ from router.openai_types import (
     DetokenizeBody,
     TokenizeBody,
     check_token_ids,
-    checked_messages,
     parse_body,
     parse_chat,
     parse_completion,
 )
 from router.prefix_index import PrefixIndex
+from router.prepare import Services, encode
 from router.registry import Node, ServedModel, refusal
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Router:
             on_heartbeat=self.follower.heartbeat,
         )
         self.door = Door(
-            services=pipeline.Services(config, tokenizer, self.hub, self.index, self.metrics),
+            services=Services(config, tokenizer, self.hub, self.index, self.metrics),
             served_name=served.name,
         )
         self.service = Service(
@@ -213,9 +213,9 @@ def make_app(router: Router) -> FastAPI:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
             text = router.tokenizer.apply_chat_template(checked_messages(body.messages))
-            tokens = await pipeline.encode(router.tokenizer, text, add_special_tokens=False)
+            tokens = await encode(router.tokenizer, text, add_special_tokens=False)
         else:
-            tokens = await pipeline.encode(router.tokenizer, body.prompt or "")
+            tokens = await encode(router.tokenizer, body.prompt or "")
         return json_response(
             {
                 "count": len(tokens),
