@@ -87,6 +87,7 @@ def command_lines(config: UpConfig, ports: Ports, num_cores: int) -> dict[str, l
         node = [role, f"--node-id={name}", f"--host={NODE_HOST}", f"--port={port}"]
         control = f"--router=tcp://{reachable(config.up.host)}:{ports.control}"
         options = to_flags(engine, config.transfer, config.log)
+        options += ["--aggregated"] if config.up.aggregated else []
         lines[name] = [*node, control, drain, *model, *options]
     return lines
 

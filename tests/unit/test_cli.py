@@ -151,3 +151,4 @@ def test_aggregated_up_has_no_prefill_node() -> None:
     config = build(UpConfig, {"aggregated": True}, environ={})
     lines = command_lines(config, Ports(http=1, control=2, nodes=(3,)), num_cores=4)
     assert list(lines) == ["router", "decode-0"]
+    assert cli.main.parse(lines["decode-0"]).aggregated
