@@ -6,7 +6,7 @@ V, then token, so one layer's K row of slot (block, offset) is `base + layer_off
 `kernels.reference` is the oracle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,15 @@ class QueryBatch:
     valid: Tensor | None
     keys: Tensor
     mask: Tensor | None
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_for(self, shared: int) -> Tensor | None:
+        """The mask for ``shared`` query heads per KV head, which run as further queries; made once a pass."""
+        if self.mask is None or shared == 1:
+            return self.mask
+        if shared not in self._masks:
+            self._masks[shared] = self.mask.repeat(1, 1, shared, 1)
+        return self._masks[shared]
 
 
 def store_kv(
@@ -76,9 +85,6 @@ def _attend(
     kv = gathered.view(2, s, -1, num_kv_heads, size).transpose(2, 3)  # [2, S, KV, M, Dh]
     q = q.reshape(s, length, num_kv_heads, shared, size).permute(0, 2, 3, 1, 4)
     q = q.reshape(s, num_kv_heads, shared * length, size)
-    mask = batch.mask
-    if mask is not None and shared > 1:
-        mask = mask.repeat(1, 1, shared, 1)
-    out = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=batch.mask_for(shared))
     out = out.view(s, num_kv_heads, shared, length, size).permute(0, 3, 1, 2, 4)
     return out.reshape(s, length, heads, size)

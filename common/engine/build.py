@@ -59,11 +59,13 @@ def build_engine(
     if progress is not None:
         progress(f"loading {files.name} from {files.folder}")
     dtype = to_dtype(model.dtype)
-    trunk = load_transformer(files.folder, dtype).eval().requires_grad_(False)
+    trunk = load_transformer(files.folder, dtype)
+    trunk.pack()
     modules: MtpModules | None = None
     digest = trunk_digest(files.folder)
     if files.modules_folder is not None and options.num_speculative_tokens != 0:
-        modules = load_mtp(files.modules_folder, trunk, dtype, digest).eval().requires_grad_(False)
+        modules = load_mtp(files.modules_folder, trunk, dtype, digest)
+        modules.pack()
     tokenizer = Tokenizer.from_folder(files.folder)
     return assemble(trunk, modules, tokenizer, files, digest, model, options)
 

@@ -61,6 +61,7 @@ class NodeRuntime:
             f"tcp://{node.host}:{node.events_port}", f"tcp://{node.host}:{node.replay_port}", epoch=self.epoch
         )
         self.transfer_load: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self.control: ControlClient | None = None
         self._load = NodeLoad()
         self._failure: BaseException | None = None
 
@@ -106,7 +107,7 @@ class NodeRuntime:
             on_router_lost=on_router_lost,
         )
         self.control.start()
-        refusal = asyncio.create_task(self._stop_when_refused())
+        refusal = asyncio.create_task(self._stop_when_refused(self.control))
         try:
             await self.service.run_until_stopped(lambda: self._drain(is_idle))
         finally:
@@ -123,7 +124,8 @@ class NodeRuntime:
             return await asyncio.wrap_future(self.loop.call(function))
 
     def send(self, router_id: str, message: NodeMessage) -> None:
-        self.control.send(router_id, message)
+        if self.control is not None:
+            self.control.send(router_id, message)
 
     def drain(self) -> None:
         """Take no new work; the process goes on until it is stopped."""
@@ -134,16 +136,14 @@ class NodeRuntime:
         while not is_idle() and self._failure is None:
             await asyncio.sleep(IDLE_POLL_S)
 
-    async def _stop_when_refused(self) -> None:
-        reason = await self.control.wait_refused()
+    async def _stop_when_refused(self, control: ControlClient) -> None:
+        reason = await control.wait_refused()
         self._failure = NodeFailed(f"the router refused this node: {reason}")
         self.service.stop()
 
     def _not_ready(self) -> list[str]:
-        reasons = ["draining"] if self.draining else []
-        if not self.control.router_ids:
-            reasons.append("not registered with a router")
-        return reasons
+        registered = self.control is not None and self.control.router_ids
+        return [] if registered else ["not registered with a router"]
 
     def _heartbeat(self) -> Heartbeat:
         self.loop.call(self._measure)  # for the next one: the engine's state is its thread's own
