@@ -35,7 +35,7 @@ from cli.up_config import (
 )
 from common.errors import ConfigError, ModelLoadError, NodeFailed
 
-STOP_GRACE_S = 3.5  # + 1 s for SIGKILL to work: within the 5 s that `up` promises
+STOP_GRACE_S = 4.0  # SIGKILL then takes milliseconds: within the 5 s that `up` promises
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 2.0
 
@@ -146,11 +146,11 @@ class Supervisor:
         config = self.config
         url = f"http://{reachable(config.up.host)}:{self.ports.http}"
         parts = [f"model {config.model.served_model_name or config.model.model}"]
-        if config.num_prefill:
+        if config.aggregated:
+            parts.append(f"{config.up.decode} aggregated")
+        else:
             parts += [f"{config.num_prefill} prefill", f"{config.up.decode} decode"]
             parts.append(f"transfer {self._transport()}")
-        else:
-            parts.append(f"{config.up.decode} aggregated")
         return f"Baton is ready: {url} ({', '.join(parts)})"
 
     def _transport(self) -> str:

@@ -12,7 +12,7 @@ from kv_transfer.config import TransferConfig
 from router.config import PolicyOptions
 
 NODE_HOST = "127.0.0.1"  # nodes talk to each other and to the router only
-NODE_DRAIN_TIMEOUT_S = 2.0  # `up` promises to be gone within 5 s
+NODE_DRAIN_TIMEOUT_S = 1.5  # `up` promises to be gone within 5 s
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class UpConfig:
     def num_prefill(self) -> int:
         return 0 if self.up.aggregated else self.up.prefill
 
+    @property
+    def aggregated(self) -> bool:
+        """Nobody but the decode nodes computes prompts."""
+        return self.num_prefill == 0
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -87,7 +92,7 @@ def command_lines(config: UpConfig, ports: Ports, num_cores: int) -> dict[str, l
         node = [role, f"--node-id={name}", f"--host={NODE_HOST}", f"--port={port}"]
         control = f"--router=tcp://{reachable(config.up.host)}:{ports.control}"
         options = to_flags(engine, config.transfer, config.log)
-        options += ["--aggregated"] if config.up.aggregated else []
+        options += ["--aggregated"] if config.aggregated else []
         lines[name] = [*node, control, drain, *model, *options]
     return lines
 
