@@ -1,8 +1,8 @@
 """The decode node: reserves, receives, finishes the prompt, decodes, streams.
 
 Life of a request (words of RequestState):
- 1. DecodeRequest with a ticket: local hits are kept, the rest of the prompt's blocks reserved - or the
-    request is refused at once, so that P never computes for a D without room.                RECEIVING_KV
+ 1. DecodeRequest with a ticket: local hits are kept, the rest of the prompt's blocks reserved. Without room
+    it waits its turn, for a while, and is then refused; P computes for nobody before.        RECEIVING_KV
  2. KV arrives under the transfer's deadline. Complete: the carry row comes with it.          READY
     Broken: received final blocks are kept, the rest is computed here.                        WAITING
  3. The last N-1 prompt tokens are computed, waiting slots re-prefilled, drafting begins.     RUNNING
@@ -15,6 +15,7 @@ and frees them only after the fetch has ended (its fence included).
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,7 +24,7 @@ from common.engine.batch import RequestUpdate, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
 from common.engine.node_runtime import NodeRuntime, fire_and_log
-from common.errors import BatonError, TransferError, TransferFailed
+from common.errors import TransferError, TransferFailed
 from common.extra_keys import ExtraKeys
 from common.kv_ticket import KVTicket
 from common.messages import (
@@ -37,6 +38,7 @@ from common.messages import (
     TokenChunk,
 )
 from common.request import Request
+from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome, enter_in_order
 from decode_node.config import DecodeConfig
 from kv_transfer.plan import GroupPool, KvPools
 from kv_transfer.receiver import KvReceiver
@@ -75,6 +77,8 @@ class DecodeNode:
         fingerprint = msgspec.json.encode(built.fingerprint, order="sorted").decode()
         self.receiver = KvReceiver(pools, fingerprint, config.transfer)
         self._decodes: dict[str, _Decode] = {}
+        self._admission_timeout_s = config.decode.admission_timeout_s
+        self._admission = AdmissionQueue(self._decide, self._settled, self._is_gone)
         self._tasks: set[asyncio.Task[None]] = set()
         self.transports_used: set[str] = set()
         self._num_bytes = 0
@@ -84,11 +88,13 @@ class DecodeNode:
 
     async def serve(self) -> None:
         await self.receiver.start()
+        admitting = fire_and_log("admission", self._admission.run(), self._tasks)
         try:
             await self.runtime.serve(
                 self._handle, self._router_lost, lambda engine, output: None, self._on_step, self._is_idle
             )
         finally:
+            admitting.cancel()
             await self.receiver.close()
 
     # ---- from the router --------------------------------------------------------------------------------
@@ -96,9 +102,7 @@ class DecodeNode:
     async def _handle(self, router_id: str, message: RouterMessage) -> None:
         match message:
             case DecodeRequest():
-                # Not awaited: many admissions share one pause between two steps. Tasks start in order, so an
-                # abort that follows is also carried out after it.
-                fire_and_log("admit", self._admit(router_id, message), self._tasks)
+                self._admit(router_id, message)
             case Abort(request_id):
                 self._abort(request_id)
             case Drain():
@@ -106,7 +110,7 @@ class DecodeNode:
             case _:
                 logger.warning("a decode node does not serve %s", type(message).__name__)
 
-    async def _admit(self, router_id: str, message: DecodeRequest) -> None:
+    def _admit(self, router_id: str, message: DecodeRequest) -> None:
         if self.runtime.draining:
             self._refuse(router_id, message, "this node is draining", retry=True)
             return
@@ -124,25 +128,35 @@ class DecodeNode:
             arrival_time_s=asyncio.get_running_loop().time(),
             num_prompt_tokens=message.num_prompt_tokens or len(message.token_ids),
         )
-        decode = _Decode(router_id, message.request_id, message.n)
-        self._decodes[message.request_id] = decode
-        try:
-            cached, wanted = await self.runtime.call(lambda engine: _enter(engine, request, message))
-        except BatonError as error:
-            self._decodes.pop(message.request_id, None)
+        self._decodes[message.request_id] = _Decode(router_id, message.request_id, message.n)
+        deadline_s = asyncio.get_running_loop().time() + self._admission_timeout_s
+        self._admission.add(Applicant(router_id, message, request, deadline_s))
+
+    async def _decide(self, applicants: Sequence[Applicant]) -> list[Outcome]:
+        return await self.runtime.call(lambda engine: enter_in_order(engine, applicants))
+
+    def _is_gone(self, applicant: Applicant) -> bool:
+        decode = self._decodes.get(applicant.message.request_id)
+        return decode is None or decode.aborted
+
+    def _settled(self, applicant: Applicant, outcome: Outcome) -> None:
+        message, request_id = applicant.message, applicant.message.request_id
+        if self._is_gone(applicant):
+            self._drop(message.ticket)  # its abort is on the way to the engine
+            return
+        if not isinstance(outcome, Entered):
+            del self._decodes[request_id]
             self._drop(message.ticket)
             refused = Refused(
-                message.request_id, error.message, error.retryable, error.http_status, error.param
+                request_id, outcome.message, outcome.retryable, outcome.http_status, outcome.param
             )
-            self.runtime.send(router_id, refused)
-            return
-        if decode.aborted:
-            self._drop(message.ticket)
+            self.runtime.send(applicant.router_id, refused)
             return
         if message.ticket is not None:
-            work = self._receive(decode, message.ticket, wanted, message.cut, cached)
+            decode = self._decodes[request_id]
+            work = self._receive(decode, message.ticket, outcome.wanted, message.cut, outcome.cached)
             decode.fetch = fire_and_log("kv-receive", work, self._tasks)
-        self.runtime.send(router_id, Accepted(message.request_id, cached))
+        self.runtime.send(applicant.router_id, Accepted(request_id, outcome.cached))
 
     def _refuse(self, router_id: str, message: DecodeRequest, reason: str, *, retry: bool) -> None:
         self._drop(message.ticket)
@@ -170,6 +184,7 @@ class DecodeNode:
                 engine.abort(_sequence_id(decode.request_id, index))
 
         await self.runtime.call(abort)
+        self._admission.look_again()
         if self._decodes.pop(decode.request_id, None) is not None:
             self.runtime.send(decode.router_id, Finished(decode.request_id, "abort"))
 
@@ -248,18 +263,10 @@ class DecodeNode:
         )
         if len(decode.finished) == decode.num_sequences:
             del self._decodes[decode.request_id]
+            self._admission.look_again()
 
     def _is_idle(self) -> bool:
         return not self._decodes
-
-
-def _enter(engine: Engine, request: Request, message: DecodeRequest) -> tuple[int, dict[int, dict[int, int]]]:
-    """Engine thread: (tokens found in the cache here, blocks that the transfer must fill)."""
-    if message.ticket is None:
-        engine.add(request)
-        return engine.scheduler.kv.match(request), {}
-    first_missing = engine.reserve(request, message.cut)
-    return first_missing, engine.wanted(request.request_id, message.cut)
 
 
 def _sequence_id(request_id: str, index: int) -> str:
