@@ -10,8 +10,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import (
@@ -52,6 +52,7 @@ class Door:
     served_name: str
     draining: bool = False
     num_in_flight: int = 0
+    works: set[asyncio.Future[None]] = field(default_factory=set)
 
     def __enter__(self) -> None:
         limit = self.services.config.limits.max_requests
@@ -65,6 +66,12 @@ class Door:
     def __exit__(self, *_: object) -> None:
         self.num_in_flight -= 1
         self.services.metrics.gauge("router_requests_in_flight").set(self.num_in_flight)
+
+    def end_all(self) -> None:
+        """The drain is over: what is still in flight is answered with an error, now."""
+        self.draining = True
+        for work in list(self.works):
+            work.cancel()
 
 
 class GenerationEndpoint:
@@ -82,7 +89,7 @@ class GenerationEndpoint:
             try:
                 raw = await read_body(scope, receive, self._door.services.config.limits.max_body_bytes)
                 with self._door:
-                    await _unless_client_leaves(receive, self._generate(raw, request_id, answer))
+                    await _unless_it_ends_early(self._door, receive, self._generate(raw, request_id, answer))
             except RequestAborted as left:
                 answer.status = left.http_status  # for the metrics: nobody is there to read it
                 logger.info("the client left; its request was aborted")
@@ -202,17 +209,24 @@ class _Answer:
         await respond(self._send, self.status, body, headers=headers)
 
 
-async def _unless_client_leaves(receive: Receive, work: Any) -> None:
-    """Runs ``work`` to its end; if the client leaves first, cancels it, waits and raises RequestAborted."""
+async def _unless_it_ends_early(door: Door, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs ``work`` to its end; cancels it, waits and raises RequestAborted if the client leaves first.
+    Raises NoNodeAvailable if the door has ended it."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_client_leaves(receive))
+    door.works.add(working)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise NoNodeAvailable(
+                "this router stopped before the answer was complete; send the request again"
+            )
         if working.done():
             working.result()
             return
         raise RequestAborted("the client left before its answer was complete")
     finally:
+        door.works.discard(working)
         watching.cancel()
         if not working.done():
             working.cancel()

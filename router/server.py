@@ -108,8 +108,11 @@ class Router:
 
     async def _drained(self) -> None:
         self.door.draining = True
-        while self.door.num_in_flight:
-            await asyncio.sleep(DRAIN_POLL_S)
+        try:
+            while self.door.num_in_flight:
+                await asyncio.sleep(DRAIN_POLL_S)
+        finally:  # cancelled at the deadline: the clients that still wait are told
+            self.door.end_all()
 
     def _refusal(self, register: Register) -> str | None:
         return refusal(register, self.served, self.hub.nodes.values())
