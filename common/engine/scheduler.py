@@ -410,7 +410,7 @@ class Scheduler:
                 request.finish_reason = reason
             else:
                 self._finish(request, reason)
-        elif request.stop_at is not None or not request.hold_blocks:
+        else:
             self.kv.free_skipped(request)
         return update
 
