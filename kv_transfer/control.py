@@ -96,7 +96,12 @@ class ControlConnection(Generic[M]):
         suspected = False
         while True:
             self.send(Heartbeat(renew=self._renewals()))
+            slept_since = self._loop.time()
             await asyncio.sleep(self._config.heartbeat_s)
+            # A loop that stood still could not hear either: that is not the peer's silence.
+            overslept_s = self._loop.time() - slept_since - self._config.heartbeat_s
+            if overslept_s > self._config.heartbeat_s:
+                self._last_heard = min(self._last_heard + overslept_s, self._loop.time())
             silence_s = self._loop.time() - self._last_heard
             if silence_s > self._config.dead_s:
                 self._lost = ConnectionLost(
