@@ -95,7 +95,8 @@ def measure(batch: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--batch", default="1,8,32,128", help="batch sizes, comma-separated")
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured")
     parser.add_argument("--json", action="store_true")

@@ -16,7 +16,8 @@ from cli.bench_prompts import QUESTIONS, read_token_prompts, shuffled_text
 from cli.bench_stats import spread
 from cli.controls import CutPrompt, NoFallback
 from cli.local_cluster import Generation, LocalCluster
-from cli.local_nodes import EngineFactory, LocalConfig, decode_node, prefill_node
+from cli.local_config import ClusterConfig
+from cli.local_nodes import EngineFactory, decode_node, prefill_node
 from common.engine.build import BuiltEngine
 from common.engine.model_runner import ModelRunner
 from common.errors import ConfigError
@@ -72,7 +73,7 @@ def _acceptance(generation: Generation) -> Acceptance:
     )
 
 
-async def run_arms(config: LocalConfig, plan: ArmsRun) -> dict[str, Any]:
+async def run_arms(config: ClusterConfig, plan: ArmsRun) -> dict[str, Any]:
     """Raises ConfigError when the model has no modules to compare with."""
     factory = EngineFactory(config)
     names = ("aggregated", "prefill", "decode", "prefill-cut", "decode-cut")
@@ -131,7 +132,7 @@ def _drop_fallback(built: BuiltEngine) -> None:
 async def _measure(
     cluster: LocalCluster, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], plan: ArmsRun
 ) -> None:
-    """Warms every arm with one short request, then lets them take turns, ``concurrency`` prompts at a time."""
+    """Warms every arm with a short request, then lets them take turns, ``concurrency`` prompts at a time."""
     warm_up = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     for arm in arms:
         await cluster.generate("warm-up", prompts[0][:-1], warm_up, decode=arm.decode, prefill=arm.prefill)
@@ -158,7 +159,7 @@ async def _one(cluster: LocalCluster, arm: Arm, i: int, prompt: Sequence[int], p
 
 
 def prompts_of(tokenizer: Tokenizer, plan: ArmsRun) -> list[list[int]]:
-    """A file's prompts, or built-in ones: questions through the chat template of an instruct model, else text."""
+    """A file's prompts, or built-in ones: questions through the chat template, or text."""
     if plan.prompts is not None:
         prompts = read_token_prompts(plan.prompts, tokenizer)
         return [prompts[i % len(prompts)] for i in range(plan.num_prompts)]
@@ -186,8 +187,8 @@ def describe(result: dict[str, Any]) -> str:
     for name, arm in result["arms"].items():
         per_position = " ".join(f"{rate:.3f}" for rate in arm["acceptance_per_position"]) or "-"
         lines.append(
-            f"| {name} | {arm['tokens_per_s']:.1f} | {arm['ttft_ms']['p50']:.0f} | {arm['tpot_ms']['p50']:.1f} "
-            f"| {arm['acceptance_length']:.3f} | {per_position} |"
+            f"| {name} | {arm['tokens_per_s']:.1f} | {arm['ttft_ms']['p50']:.0f} "
+            f"| {arm['tpot_ms']['p50']:.1f} | {arm['acceptance_length']:.3f} | {per_position} |"
         )
     equal = "equal" if result["pair_accepts_as_aggregated"] and result["same_tokens"] else "NOT equal"
     lines += ["", f"Tokens and accepted drafts of the pair and the aggregated node: {equal}."]

@@ -10,7 +10,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from cli.local_nodes import LocalConfig
+from cli.local_config import ClusterConfig
 from cli.number_types import positive_int
 from cli.options import add_config, config_from
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="seed of the prompts and of sampling (default: %(default)s)")
     add("--json", action="store_true", help="print the result as JSON")
-    add_config(parser, LocalConfig)
+    add_config(parser, ClusterConfig)
     parser.set_defaults(run=run)
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from cli.arms import ArmsRun, describe, run_arms
     from common.log import setup_logging
 
-    config = config_from(args, LocalConfig)
+    config = config_from(args, ClusterConfig)
     setup_logging(config.log, process="arms")
     plan = ArmsRun(
         args.num_prompts, args.output_len, args.concurrency, args.temperature, args.seed, args.prompts

@@ -75,7 +75,7 @@ def shuffled_text(rng: random.Random, num_characters: int) -> str:
 
 
 def read_token_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of a file's prompts: .json with `prompts`, .jsonl with `prompt` (ids or text), or text lines."""
+    """Token ids of a file: .json with `prompts`, .jsonl with `prompt` (ids or text), or lines of text."""
     try:
         if file.suffix == ".json":
             prompts = json.loads(file.read_text(encoding="utf-8"))["prompts"]
@@ -85,7 +85,9 @@ def read_token_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
         else:
             prompts = read_prompts(file)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--prompts {file}: {error!r}; expected `prompts` or lines with `prompt`") from None
+        raise ConfigError(
+            f"--prompts {file}: {error!r}; expected `prompts` or lines with `prompt`"
+        ) from None
     ids = [tokenizer.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
     if not ids or not all(ids):
         raise ConfigError(f"--prompts {file}: no prompts in it, or an empty one")

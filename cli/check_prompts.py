@@ -9,7 +9,7 @@ from common.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CheckPrompt:
-    """``follows``: index of the prompt whose tokens and answer this turn continues; its own ids come after."""
+    """``follows``: index of the prompt whose tokens and answer this turn continues; its ids come after."""
 
     token_ids: tuple[int, ...]
     follows: int | None = None

@@ -7,23 +7,13 @@ options (`cli/generate_local.py`).
 import argparse
 import asyncio
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
+from cli.local_config import EngineConfig
 from cli.number_types import positive_int
 from cli.options import add_config
-from cli.up_config import UpModelOptions
-from common.config import EngineOptions
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-@dataclass(frozen=True)
-class LocalConfig:
-    """The in-process engine."""
-
-    model: UpModelOptions = field(default_factory=UpModelOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     add("--top-p", type=float, default=1.0, help="nucleus of the sampling (default: %(default)s)")
     add("--seed", type=int, default=None, help="makes a sampled answer reproducible")
-    add_config(parser, LocalConfig)
+    add_config(parser, EngineConfig)
     parser.set_defaults(run=run)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cli.answer import Answer, Shown
-from cli.generate import LocalConfig
+from cli.local_config import EngineConfig
 from cli.options import config_from
 from common.engine.build import BuiltEngine, build_engine
 from common.errors import BatonError, InvalidRequest, PromptTooLong
@@ -17,7 +17,7 @@ from common.tokenizer import Tokenizer
 
 def generate(args: argparse.Namespace, prompt: str, sampling: Mapping[str, Any]) -> int:
     """Streams the answer as `cli.answer.ask` does; the exit code of the command."""
-    config = config_from(args, LocalConfig)
+    config = config_from(args, EngineConfig)
     built = build_engine(config.model, config.engine, progress=lambda text: print(text, file=sys.stderr))
     token_ids = prompt_ids(built.tokenizer, prompt, raw=args.raw)
     room = built.max_model_len - len(token_ids)

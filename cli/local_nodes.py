@@ -1,46 +1,22 @@
 """Several engines over one set of weights, and nodes around them, for commands that compare engines."""
 
 import dataclasses
-from dataclasses import dataclass, field
 
-from common.config import EngineOptions, LogOptions, ModelOptions, NodeOptions, option
+from cli.local_config import ClusterConfig
+from common.config import NodeOptions
 from common.engine.build import BuiltEngine, assemble, build_engine
-from common.model.registry import DEFAULT_MODEL
 from decode_node.config import DecodeConfig, DecodeOptions
 from decode_node.node import DecodeNode
-from kv_transfer.config import TransferConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
 
 LOCAL_DRAIN_TIMEOUT_S = 1.0
 
 
-@dataclass(frozen=True)
-class DefaultModelOptions(ModelOptions):
-    model: str = option(DEFAULT_MODEL, "model: a shipped or prepared name, a checkpoint folder, or a hub id")
-
-
-@dataclass(frozen=True)
-class QuietLogOptions(LogOptions):
-    log_level: str = option(
-        "warning", "least severe level written", choices=("debug", "info", "warning", "error")
-    )
-
-
-@dataclass(frozen=True)
-class LocalConfig:
-    """What the nodes of such a command have in common."""
-
-    model: DefaultModelOptions = field(default_factory=DefaultModelOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    log: QuietLogOptions = field(default_factory=QuietLogOptions)
-
-
 class EngineFactory:
     """Loads the model once; ``make`` gives engines with caches of their own."""
 
-    def __init__(self, config: LocalConfig) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self._first: BuiltEngine | None = build_engine(config.model, config.engine)
         self._loaded = self._first
@@ -65,7 +41,7 @@ class EngineFactory:
 
 
 def prefill_node(
-    config: LocalConfig, built: BuiltEngine, address: str, name: str, kind: type[PrefillNode] = PrefillNode
+    config: ClusterConfig, built: BuiltEngine, address: str, name: str, kind: type[PrefillNode] = PrefillNode
 ) -> PrefillNode:
     return kind(
         PrefillConfig(
@@ -80,7 +56,7 @@ def prefill_node(
 
 
 def decode_node(
-    config: LocalConfig, built: BuiltEngine, address: str, name: str, *, aggregated: bool = False
+    config: ClusterConfig, built: BuiltEngine, address: str, name: str, *, aggregated: bool = False
 ) -> DecodeNode:
     return DecodeNode(
         DecodeConfig(

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cli.local_config import DefaultModelOptions
 from cli.options import to_flags
-from common.config import EngineOptions, LogOptions, ModelOptions, option
+from common.config import EngineOptions, LogOptions, option
 from common.errors import ConfigError
-from common.model.registry import DEFAULT_MODEL
 from kv_transfer.config import TransferConfig
 from router.config import PolicyOptions
 
@@ -30,16 +30,11 @@ class UpOptions:
 
 
 @dataclass(frozen=True)
-class UpModelOptions(ModelOptions):
-    model: str = option(DEFAULT_MODEL, "model: a shipped or prepared name, a checkpoint folder, or a hub id")
-
-
-@dataclass(frozen=True)
 class UpConfig:
     """`up` passes model, engine, transfer and log on to the nodes, model, policy and log to the router."""
 
     up: UpOptions = field(default_factory=UpOptions)
-    model: UpModelOptions = field(default_factory=UpModelOptions)
+    model: DefaultModelOptions = field(default_factory=DefaultModelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     policy: PolicyOptions = field(default_factory=PolicyOptions)

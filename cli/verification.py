@@ -10,7 +10,8 @@ from tqdm import tqdm
 from cli.check_prompts import check_prompts
 from cli.controls import FalseLookahead, NoFallback, WrongWaitingSlot
 from cli.local_cluster import Generation, LocalCluster
-from cli.local_nodes import EngineFactory, LocalConfig, decode_node, prefill_node
+from cli.local_config import ClusterConfig
+from cli.local_nodes import EngineFactory, decode_node, prefill_node
 from cli.near_ties import NEAR_TIE, draft_gap, token_gap
 from cli.recording import Inspector
 from common.engine.build import BuiltEngine
@@ -65,7 +66,8 @@ class Report:
                 f"{self.prefix_hits['decode']} on D",
                 f"tokens: {self.tokens} compared, {self.tokens_differing} answers differ, "
                 f"{self.tokens_differing_without_speculation} from those without speculation",
-                f"drafts: {self.drafts} compared, {self.drafts_differing} differ; near-ties: {self.near_ties}",
+                f"drafts: {self.drafts} compared, {self.drafts_differing} differ",
+                f"near-ties (not counted): {self.near_ties}",
                 f"draft KV, largest difference: {diffs} (limit {MAX_DRAFT_KV_DIFF:.0e})",
                 "PASS" if self.ok else "FAIL",
             ]
@@ -73,7 +75,7 @@ class Report:
 
 
 async def verify(
-    config: LocalConfig, num_prompts: int, output_len: int, seed: int, negative_control: str
+    config: ClusterConfig, num_prompts: int, output_len: int, seed: int, negative_control: str
 ) -> Report:
     """Runs everything. Raises BatonError for a model or configuration that cannot be used."""
     factory = EngineFactory(config)

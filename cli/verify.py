@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 
-from cli.local_nodes import LocalConfig
+from cli.local_config import ClusterConfig
 from cli.number_types import positive_int
 from cli.options import add_config, config_from
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="break one rule on purpose; the comparison must then fail (exit code 1)",
     )
     add("--json", action="store_true", help="print the result as JSON")
-    add_config(parser, LocalConfig)
+    add_config(parser, ClusterConfig)
     parser.set_defaults(run=run)
 
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from cli.verification import verify
     from common.log import setup_logging
 
-    config = config_from(args, LocalConfig)
+    config = config_from(args, ClusterConfig)
     setup_logging(config.log, process="verify")
     report = asyncio.run(verify(config, args.prompts, args.output_len, args.seed, args.negative_control))
     print(json.dumps(report.as_json(), indent=2) if args.json else report.describe())

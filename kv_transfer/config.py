@@ -44,7 +44,7 @@ class TransferConfig:
         default=30.0,
         metadata={"help": "seconds to reach a peer, compare fingerprints and open its data lane"},
     )
-    transfer_timeout_s: float = field(
+    fetch_timeout_s: float = field(
         default=120.0,
         metadata={"help": "seconds a whole transfer may take, the prefill's computing included"},
     )

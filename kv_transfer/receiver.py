@@ -183,12 +183,12 @@ class KvReceiver:
         started = loop.time()
         try:
             try:
-                async with asyncio.timeout(self.config.transfer_timeout_s):
+                async with asyncio.timeout(self.config.fetch_timeout_s):
                     session = await fetch.unless_cancelled(self.session(fetch.ticket))
                     finish = await fetch.run(session)
             except TimeoutError as error:
                 raise TransferFailed(
-                    f"timeout: not complete within transfer_timeout_s {self.config.transfer_timeout_s} s"
+                    f"timeout: not complete within fetch_timeout_s {self.config.fetch_timeout_s} s"
                 ) from error
         except TransferFailed as error:
             quarantined = await fetch.quiesce(error.reason)

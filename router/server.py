@@ -142,6 +142,7 @@ class Router:
                 "http_url": node.register.http_url,
                 "max_model_len": node.register.max_model_len,
                 "num_modules": node.register.num_modules,
+                "transports": list(node.register.transfer.transports) if node.register.transfer else [],
                 "draining": node.draining,
                 "heard_s_ago": round(now - node.last_heard_s, 3),
                 "requests_of_this_router": len(node.legs),

@@ -18,7 +18,7 @@ from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
-from common.errors import NodeFailed
+from common.errors import IncompatiblePeer, NodeFailed
 from common.kv_event_publisher import KVEventPublisher
 from common.log import setup_logging
 from common.messages import Heartbeat, NodeLoad, NodeMessage, Register, TransferAddress
@@ -115,6 +115,8 @@ class NodeRuntime:
             await self.control.close()
             await asyncio.to_thread(self.loop.stop)
             await asyncio.to_thread(self.publisher.close)
+        if isinstance(self._failure, IncompatiblePeer):
+            raise self._failure
         if self._failure is not None:
             raise NodeFailed(f"{self.node_id} stopped: {self._failure}") from self._failure
 
@@ -138,7 +140,7 @@ class NodeRuntime:
 
     async def _stop_when_refused(self, control: ControlClient) -> None:
         reason = await control.wait_refused()
-        self._failure = NodeFailed(f"the router refused this node: {reason}")
+        self._failure = IncompatiblePeer(f"the router refused this node: {reason}")
         self.service.stop()
 
     def _not_ready(self) -> list[str]:

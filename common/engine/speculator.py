@@ -39,7 +39,10 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Rows:
-    """The drafter's rows of one entry in a step: positions first .. end-1; ``exact_upto`` is K, ``last_known`` T."""
+    """The drafter's rows of one entry in a step: positions first .. end-1.
+
+    ``exact_upto`` is K, ``last_known`` T.
+    """
 
     first: int
     end: int
@@ -101,7 +104,7 @@ class MtpSpeculator:
         return max(0, min(entry.start, exact_upto + 1 - self.num_modules))
 
     def pads(self, rows: Rows, m: int, samples: bool) -> np.ndarray:
-        """True where module m must not write: exact already, or (nothing sampled) reading an unknown token."""
+        """True where module m must not write: exact already, or reading a token nobody knows yet."""
         positions = np.arange(rows.first, rows.end)
         reads = positions + m + 1
         pads = (positions < rows.start) & (reads <= rows.exact_upto)

@@ -36,7 +36,7 @@ QUICK: dict[str, Any] = {
     "suspect_s": 1.0,
     "dead_s": 3.0,
     "connect_timeout_s": 20.0,
-    "transfer_timeout_s": 20.0,
+    "fetch_timeout_s": 20.0,
     "chunk_bytes": 512 * 1024,
 }
 

@@ -27,7 +27,7 @@ CONFIG = TransferConfig(
     suspect_s=5.0,
     dead_s=10.0,
     connect_timeout_s=5.0,
-    transfer_timeout_s=5.0,
+    fetch_timeout_s=5.0,
     lease_s=0.15,
 )
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import cli.main
+from cli.local_config import DefaultModelOptions
 from cli.main import COMMANDS, main
 from cli.options import to_flags
-from cli.up_config import Ports, UpConfig, UpModelOptions, UpOptions, command_lines, threads_per_node
+from cli.up_config import Ports, UpConfig, UpOptions, command_lines, threads_per_node
 from common.config import EngineOptions, build
 from common.errors import ConfigError, IncompatiblePeer, ModelLoadError, NodeFailed
 from common.version import __version__
@@ -124,7 +125,7 @@ def test_flags_say_what_the_options_say() -> None:
 def test_up_gives_every_process_its_ports_model_and_options() -> None:
     config = UpConfig(
         up=UpOptions(prefill=1, decode=2, host="0.0.0.0"),
-        model=UpModelOptions(model="baton-tiny", dtype="float32"),
+        model=DefaultModelOptions(model="baton-tiny", dtype="float32"),
         engine=EngineOptions(kv_cache_mib=64),
     )
     lines = command_lines(config, Ports(http=9000, control=9001, nodes=(9002, 9003, 9004)), num_cores=8)

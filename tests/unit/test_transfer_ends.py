@@ -28,7 +28,7 @@ BASE = TransferConfig(
     suspect_s=5.0,
     dead_s=10.0,
     connect_timeout_s=5.0,
-    transfer_timeout_s=5.0,
+    fetch_timeout_s=5.0,
 )
 FOUR = {0: {p: p for p in range(4)}}  # two chunks of group 0
 
@@ -201,7 +201,7 @@ def test_dropped_before_it_was_offered() -> None:
 
 def test_two_readers_one_hold() -> None:
     async def story() -> None:
-        async with pair(transfer_timeout_s=0.5) as p:
+        async with pair(fetch_timeout_s=0.5) as p:
             ticket = p.sender.offer("a")
             first = asyncio.create_task(p.receiver.fetch(ticket, FOUR, 64))
             await until(lambda: p.sender.metrics.transfers_started == 1)
