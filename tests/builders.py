@@ -84,7 +84,7 @@ def random_modules(
     with torch.no_grad():
         for m in range(num_modules):
             modules.module(m).hidden_norm.fill_(1.0)
-            modules.module(m).proj.copy_(torch.cat((0.05 * identity, 0.05 * EMBEDDING_SCALE * identity), 1))
+            modules.module(m).proj.copy_(torch.cat((0.2 * identity, 0.05 * EMBEDDING_SCALE * identity), 1))
         for parameter in modules.parameters():
             if parameter.dim() > 1:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
