@@ -27,7 +27,10 @@ def request_key(request_id: str, seed: int | None) -> int:
 
 def uniform(key: int, position: int, purpose: Purpose, count: int) -> np.ndarray:
     """``count`` float64 in (0, 1) for one position and purpose."""
-    generator = np.random.Generator(np.random.Philox(key=[key, (position << 8) | purpose]))
+    words = np.array(
+        [key, (position << 8) | purpose], dtype=np.uint64
+    )  # a plain list may pass through floats
+    generator = np.random.Generator(np.random.Philox(key=words))
     return np.maximum(generator.random(count), np.finfo(np.float64).tiny)
 
 
