@@ -6,6 +6,7 @@ or refused by name. A null is the same as a field that is absent.
 """
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -136,6 +137,8 @@ def parse_body(kind: type[T], raw: bytes) -> T:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not valid JSON: it is not UTF-8") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply; no field needs more than a few levels") from None
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {json_type(body)}")
     given = {key: value for key, value in body.items() if value is not None and key not in IGNORED_FIELDS}
@@ -148,9 +151,21 @@ def parse_body(kind: type[T], raw: bytes) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        where = re.search(r"\$\.(\w+)", text) or re.search(r"field `(\w+)`", text)
-        raise InvalidRequest(text.replace(" - at `$.", ": field `"), param=where and where[1]) from None
+        raise _wrong_type(str(error), given) from None
+
+
+def _wrong_type(said: str, given: Mapping[str, Any]) -> InvalidRequest:
+    """msgspec's words with the field's name and value in front."""
+    expected, _, path = said.partition(" - at `$.")
+    field = re.match(r"\w+", path)
+    if field is None:
+        missing = re.search(r"required field `(\w+)`", said)
+        name = missing and missing[1]
+        return InvalidRequest(f"field {name!r} is missing" if name else said, param=name)
+    value = reprlib.repr(given.get(field[0]))
+    message = f"{field[0]} is {value}; {expected[:1].lower()}{expected[1:]}"
+    where = path.rstrip("`")
+    return InvalidRequest(message + (f" at {where}" if where != field[0] else ""), param=field[0])
 
 
 def parse_completion(raw: bytes) -> GenerationRequest:
