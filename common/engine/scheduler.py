@@ -1,9 +1,9 @@
 """Decides what every step computes, and applies what came of it. Plain Python, no torch.
 
 A step serves, in this order: hand-overs that arrived (they need N-1 tokens and unblock a client), running
-requests in order of admission (a decode with its drafts, or the next chunk of a prompt), then waiting
-requests while budget, seats and blocks last. When blocks run out the youngest running request is preempted:
-its blocks go, it waits, and is later recomputed from its known tokens (prefix hits help).
+requests by priority and admission (a decode with its drafts, or the next chunk of a prompt), then waiting
+requests while budget, seats and blocks last. When blocks run out the least important, youngest running
+request is preempted: its blocks go, it waits, and is later recomputed from its known tokens (hits help).
 """
 
 import bisect
@@ -239,7 +239,9 @@ class Scheduler:
         """The next step's work; may be empty. Owns the blocks that the step writes."""
         entries: dict[str, ScheduledRequest] = {}
         budget = self.config.max_num_batched_tokens
-        for request in (*self.ready, *self.running):  # arrived hand-overs first
+        # Arrived hand-overs first, then by priority; the sort keeps the order of admission.
+        order = [*self.ready, *sorted(self.running, key=lambda r: r.priority)]
+        for request in order:
             if budget <= 0:
                 break
             if request.state is RequestState.WAITING:
@@ -251,7 +253,8 @@ class Scheduler:
                 self.ready.remove(request)
                 request.state = RequestState.RUNNING
                 self.running.append(request)
-            if not self._make_room(request, request.num_computed + num_new + len(drafts), entries):
+            upto = request.num_computed + num_new + len(drafts)
+            if not self._make_room(request, upto, order, entries):
                 continue
             entries[request.request_id] = self._entry(request, num_new, drafts)
             budget -= num_new + len(drafts)
@@ -295,16 +298,16 @@ class Scheduler:
             num_new -= self.config.num_modules - remaining
         return num_new, ()
 
-    def _make_room(self, request: Request, upto: int, entries: dict[str, ScheduledRequest]) -> bool:
-        """Allocates up to ``upto``, preempting younger requests that are not in this step yet."""
+    def _make_room(
+        self, request: Request, upto: int, order: Sequence[Request], entries: Mapping[str, ScheduledRequest]
+    ) -> bool:
+        """Allocates up to ``upto``, preempting the last ones in ``order`` that are not in this step yet."""
         while not self.kv.allocate(request, upto):
             victim = next(
                 (
                     r
-                    for r in reversed(self.running)
-                    if r.request_id not in entries
-                    and not _is_pinned(r)
-                    and (r is request or r.priority >= request.priority)
+                    for r in reversed(order)
+                    if r.state is RequestState.RUNNING and r.request_id not in entries and not _is_pinned(r)
                 ),
                 request,
             )
