@@ -99,6 +99,8 @@ class KVCacheManager:
         if not request.tables:
             request.tables = [[] for _ in self.groups]
             request.num_registered = [0] * len(self.groups)
+        elif upto <= self.block_size * min(map(len, request.tables)):
+            return True  # most steps of a decode
         missing = self.blocks_missing(request, upto)
         if any(need > pool.num_free for need, pool in zip(missing, self.pools, strict=True)):
             return False
