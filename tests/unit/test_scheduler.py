@@ -283,11 +283,11 @@ def test_a_hand_over_is_finished_from_the_cut(n: int, carry: bool) -> None:
         engine, runner = make_fake_engine(n)
         request = fake_request(range(length), 5)
         assert engine.reserve(request, cut) == 0
-        assert request.state is RequestState.RECEIVING_KV
+        assert engine.scheduler.count_by_state() == {"receiving_kv": 1}
         assert not engine.has_work
         assert sorted(engine.wanted("r", cut)[0]) == list(range(-(-cut // 4)))
         receive(engine, runner, request, cut, carry and n > 1)
-        assert request.state is RequestState.READY
+        assert engine.scheduler.count_by_state() == {"ready": 1}
         engine.step()
         (entry,) = runner.batches[-1].entries
         assert entry.start == (cut if carry or n < 2 else length - n)
