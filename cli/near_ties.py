@@ -6,6 +6,7 @@ import torch
 
 from common.engine.build import BuiltEngine
 from common.model.dense_attention import DenseAttention
+from common.model.dense_recurrence import DenseRecurrence
 
 NEAR_TIE = 1e-4
 
@@ -14,9 +15,8 @@ NEAR_TIE = 1e-4
 def token_gap(built: BuiltEngine, known: Sequence[int]) -> float:
     """Gap of the trunk's two best logits for the token after ``known``."""
     ids = torch.tensor([list(known)])
-    hidden = built.trunk(
-        ids, torch.arange(len(known))[None], DenseAttention(built.trunk.config.layer_windows)
-    )
+    dense = DenseAttention(built.trunk.config.layer_windows)
+    hidden = built.trunk(ids, torch.arange(len(known))[None], dense, DenseRecurrence())
     return _gap(built.trunk.logits(hidden[0, -1]))
 
 
@@ -28,7 +28,7 @@ def draft_gap(built: BuiltEngine, known: Sequence[int], drafts: Sequence[int], m
     length = len(known)
     positions = torch.arange(length)[None]
     dense = DenseAttention((*built.trunk.config.layer_windows, *built.modules.config.windows))
-    hidden = built.trunk(ids[:, :length], positions, dense)
+    hidden = built.trunk(ids[:, :length], positions, dense, DenseRecurrence())
     # Module i at p reads token p+i+1; its last row is T-1, where it reads draft i (module 0: token T).
     hidden, positions = hidden[:, : length - 1], positions[:, : length - 1]
     for i in range(m + 1):

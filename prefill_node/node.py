@@ -80,7 +80,7 @@ class PrefillNode:
         self.sender = KvSender(pools, fingerprint, config.transfer, self._released)
         self._prefills: dict[str, _Prefill] = {}  # by request id
         self._by_transfer: dict[str, _Prefill] = {}
-        self._offered_blocks: dict[str, int] = {}  # engine thread: block positions offered so far
+        self._offered_upto: dict[str, int] = {}  # engine thread: positions offered so far
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -172,19 +172,18 @@ class PrefillNode:
 
     def _collect(self, engine: Engine, output: StepOutput) -> list[_Offer]:
         """Engine thread: which blocks each update makes final. Block ids are read before anything moves."""
-        size = self.runtime.built.layout.block_size
+        sizes = [group.block_size for group in self.runtime.built.layout.groups]
         offers = []
         for update in output.updates:
             is_last = update.finish_reason is not None
-            first = self._offered_blocks.get(update.request_id, 0)
-            end = -(-update.num_computed // size) if is_last else update.final_upto // size
-            tables = engine.tables(update.request_id)
+            first = self._offered_upto.get(update.request_id, 0)
+            end = update.num_computed if is_last else update.final_upto
+            blocks = final_blocks(engine.tables(update.request_id), sizes, first, end, partial=is_last)
             carry = engine.runner.carry_row(update.request_id) if is_last else None
-            upto = update.num_computed if is_last else end * size
-            offers.append(_Offer(update.request_id, final_blocks(tables, first, end), upto, is_last, carry))
-            self._offered_blocks[update.request_id] = end
+            offers.append(_Offer(update.request_id, blocks, end, is_last, carry))
+            self._offered_upto[update.request_id] = end
             if is_last:
-                del self._offered_blocks[update.request_id]
+                del self._offered_upto[update.request_id]
         return offers
 
     def _on_step(self, output: StepOutput, offers: list[_Offer]) -> None:
@@ -208,7 +207,7 @@ class PrefillNode:
     async def _end(self, prefill: _Prefill, reason: str) -> None:
         def end(engine: Engine) -> None:
             engine.abort(prefill.request_id)  # computing or held: either way it ends here
-            self._offered_blocks.pop(prefill.request_id, None)
+            self._offered_upto.pop(prefill.request_id, None)
 
         await self.runtime.call(end)
         self._prefills.pop(prefill.request_id, None)

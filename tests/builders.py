@@ -16,6 +16,7 @@ from common.kv_cache.layout import build_layout
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.storage import KVStorage
 from common.model.dense_attention import DenseAttention
+from common.model.dense_recurrence import DenseRecurrence
 from common.model.model_config import ModelConfig
 from common.model.mtp import MtpConfig, MtpModules
 from common.model.transformer import Transformer
@@ -57,13 +58,45 @@ def model_config(num_layers: int = 3, window: int | None = 12) -> ModelConfig:
     )
 
 
-def random_trunk(seed: int = 0, window: int | None = 12, num_layers: int = 3) -> Transformer:
+HYBRID_LAYERS = ("sliding_attention", "short_conv", "gated_delta_net", "full_attention")
+
+
+def hybrid_config(
+    layer_types: Sequence[str] = HYBRID_LAYERS, windows: Sequence[int] = (6,), max_len: int = 512
+) -> ModelConfig:
+    """A toy of our own family; ``windows`` in turn for the sliding layers."""
+    sizes = iter(windows)
+    return ModelConfig.from_json(
+        {
+            "architectures": ["BatonHybridForCausalLM"],
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": len(layer_types),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "max_position_embeddings": max_len,
+            "layer_types": list(layer_types),
+            "layer_windows": [next(sizes) if kind == "sliding_attention" else None for kind in layer_types],
+            "conv_kernel": 4,
+            "delta_heads": 2,
+            "delta_key_dim": 8,
+            "delta_value_dim": 12,
+        }
+    )
+
+
+def random_trunk(
+    seed: int = 0, window: int | None = 12, num_layers: int = 3, config: ModelConfig | None = None
+) -> Transformer:
+    """Sharp enough that greedy choices are no near-ties; of ``config``, else attention with a window."""
     generator = torch.Generator().manual_seed(seed)
-    trunk = Transformer(model_config(num_layers, window), torch.float32)
+    trunk = Transformer(config or model_config(num_layers, window), torch.float32)
     trunk.reset_parameters(generator)
     with torch.no_grad():
         for name, parameter in trunk.named_parameters():
-            if parameter.dim() > 1:  # sharp enough that greedy choices are no near-ties
+            if parameter.dim() > 1 and not name.endswith("conv_weight"):
                 parameter.mul_(BLOCK_SCALE if name.startswith("blocks") else EMBEDDING_SCALE)
     return trunk.eval().requires_grad_(False)
 
@@ -103,16 +136,19 @@ def make_engine(
     prefix_caching: bool = True,
     num_modules: int | None = None,
     max_model_len: int = 256,
+    state_block_size: int = 0,
 ) -> tuple[Engine, KVStorage]:
     n = 0 if modules is None else modules.num_modules if num_modules is None else num_modules
     config = trunk.config
     layout = build_layout(
-        config.layer_windows,
+        config.attention_windows,
         modules.config.windows[:n] if modules is not None else (),
         block_size=block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype="float32",
+        recurrent_layers=config.recurrent_layers,
+        state_block_size=state_block_size,
     )
     sizes = [num_blocks] * len(layout.groups)
     kv = KVCacheManager(layout, sizes, BlockHasher(block_size, n), prefix_caching)
@@ -158,9 +194,8 @@ def greedy_tokens(trunk: Transformer, prompt: Sequence[int], count: int) -> list
     """What the trunk alone says, one dense pass a token."""
     ids = list(prompt)
     for _ in range(count):
-        hidden = trunk(
-            torch.tensor([ids]), torch.arange(len(ids))[None], DenseAttention(trunk.config.layer_windows)
-        )
+        dense = DenseAttention(trunk.config.layer_windows)
+        hidden = trunk(torch.tensor([ids]), torch.arange(len(ids))[None], dense, DenseRecurrence())
         ids.append(int(trunk.logits(hidden[0, -1]).argmax()))
     return ids[len(prompt) :]
 

@@ -20,8 +20,12 @@ def hand_over(
     num_modules: int,
     *,
     ship_carry: bool = True,
+    broken_at: int | None = None,
 ) -> None:
-    """Runs ``request``'s prompt on P to the cut, moves its KV to D and makes it ready there."""
+    """Runs ``request``'s prompt on P to the cut, moves its KV to D and makes it ready there.
+
+    ``broken_at``: the transfer ends early, only blocks wholly below that position have arrived.
+    """
     p_engine, p_storage = prefill
     d_engine, d_storage = decode
     cut = cut_of(request.num_tokens, num_modules)
@@ -35,10 +39,16 @@ def hand_over(
     assert remote.state is RequestState.HELD
     assert remote.num_computed == cut
     for g, blocks in d_engine.wanted(request.request_id, cut).items():
+        size = d_storage.layout.groups[g].block_size
         for i, destination in blocks.items():
+            if broken_at is not None and (i + 1) * size > broken_at:
+                continue
             source = remote.tables[g][i]
             assert source != NULL_BLOCK
             d_storage.block_bytes(g)[destination] = p_storage.block_bytes(g)[source]
     carry = p_engine.runner.carry_row(remote.request_id)
     p_engine.release(remote.request_id)
+    if broken_at is not None:
+        d_engine.kv_failed(request.request_id, min(broken_at, cut))
+        return
     d_engine.kv_arrived(request.request_id, cut, carry if ship_carry else None)

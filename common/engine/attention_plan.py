@@ -113,7 +113,7 @@ class PagedAttend:
         layout = storage.layout
         return cls(
             storage,
-            {g: plan_group(layout.groups[g], storage.block_rows(g), g, spans) for g in groups},
+            {g: plan_group(layout.kv_groups[g], storage.block_rows(g), g, spans) for g in groups},
         )
 
     def with_pads(self, pads: Tensor) -> "PagedAttend":
@@ -130,7 +130,7 @@ class PagedAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group, index = self._storage.layout.locate(layer)
-        spec, plan = self._storage.layout.groups[group], self._plans[group]
+        spec, plan = self._storage.layout.kv_groups[group], self._plans[group]
         offset = index * 2 * spec.block_size
         rows = self._storage.rows(group)
         store_kv(rows, plan.store, offset, spec.block_size, k, v)

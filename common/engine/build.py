@@ -84,12 +84,13 @@ def assemble(
     config = trunk.config
     windows = modules.config.windows[:num_modules] if modules is not None else ()
     layout = build_layout(
-        config.layer_windows,
+        config.attention_windows,
         windows,
         block_size=options.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=model.dtype,
+        recurrent_layers=config.recurrent_layers,
     )
     sizes = pool_sizes(layout, options.kv_cache_mib << 20, options.num_blocks)
     hasher = BlockHasher(options.block_size, num_modules, options.hash_algorithm, options.hash_seed)

@@ -11,6 +11,7 @@ import torch
 from common.kv_cache.layout import NULL_BLOCK
 from common.kv_cache.storage import KVStorage
 from common.model.dense_attention import DenseAttention
+from common.model.dense_recurrence import DenseRecurrence
 from common.model.mtp import MtpModules
 from common.model.transformer import Transformer
 
@@ -32,7 +33,7 @@ def draft_kv_max_diff(
     record: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     dense = DenseAttention(windows, record)
     positions = torch.arange(last + 1)[None]
-    hidden = trunk(known, positions, dense)
+    hidden = trunk(known, positions, dense, DenseRecurrence())
     worst = 0.0
     for m in range(num_modules):
         end = min(last - m, num_computed)  # exact slots: p <= T - m - 1
@@ -58,4 +59,4 @@ def _first_present(storage: KVStorage, layer: int, tables: Sequence[Sequence[int
     """First position whose block was not freed by its window."""
     group, _ = storage.layout.locate(layer)
     freed = sum(1 for block in tables[group] if block == NULL_BLOCK)
-    return freed * storage.layout.block_size
+    return freed * storage.layout.kv_groups[group].block_size

@@ -22,6 +22,7 @@ from common.engine.sampler import (
     verify_unseeded,
 )
 from common.engine.speculator import Drafts, MtpSpeculator, Verified
+from common.engine.state_plan import PagedRecurrence, StateSpan
 from common.kv_cache.storage import KVStorage
 from common.model.transformer import Transformer
 from common.request import TokenLogprob
@@ -42,7 +43,7 @@ class ModelRunner:
         self.speculator = speculator
         self._eos = tuple(eos_token_ids)
         self._draft_distributions: dict[str, DraftDistribution] = {}
-        self._trunk_groups = sorted({storage.layout.locate(i)[0] for i in range(storage.layout.num_layers)})
+        self._trunk_groups = storage.layout.trunk_groups
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> RunnerOutput:
@@ -54,10 +55,16 @@ class ModelRunner:
             self.storage.copy_block(copy.group, copy.source, copy.destination)
         if not batch.entries:
             return RunnerOutput(())
-        hidden = self._trunk_pass(batch.entries)
+        recurrence = self._recurrence(batch.entries)
+        hidden = self._trunk_pass(batch.entries, recurrence)
         parts = torch.split(hidden, [e.end - e.start for e in batch.entries])
         logits = self._sampled_logits(batch.entries, parts)
         verified = self._verify(batch.entries, logits)
+        if recurrence is not None:
+            ends = [
+                e.start + e.num_new + v.num_accepted for e, v in zip(batch.entries, verified, strict=True)
+            ]
+            recurrence.commit(ends)
         drafts = [Drafts() for _ in batch.entries]
         if self.speculator is not None:
             drafts = self.speculator.run(batch.entries, verified, parts)
@@ -72,7 +79,14 @@ class ModelRunner:
     def carry_row(self, request_id: str) -> bytes | None:
         return None if self.speculator is None else self.speculator.carry_row(request_id)
 
-    def _trunk_pass(self, entries: Sequence[ScheduledRequest]) -> Tensor:
+    def _recurrence(self, entries: Sequence[ScheduledRequest]) -> PagedRecurrence | None:
+        """What recurrent layers need, None for a model without."""
+        if self.storage.layout.state_group is None:
+            return None
+        spans = [StateSpan(e.tables[-1], e.start, e.start + e.num_new, e.end) for e in entries]
+        return PagedRecurrence(self.storage, spans)
+
+    def _trunk_pass(self, entries: Sequence[ScheduledRequest], recur: PagedRecurrence | None) -> Tensor:
         """Hidden states [T, D] of all positions of the step, entry after entry."""
         spans = [Span(e.tables, e.start, e.end) for e in entries]
         ids: list[int] = []
@@ -82,7 +96,7 @@ class ModelRunner:
             ids += [d if 0 <= d < self.trunk.config.vocab_size else 0 for d in e.drafts]
         positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.end) for s in spans]))
         attend = PagedAttend.over(self.storage, self._trunk_groups, spans)
-        hidden: Tensor = self.trunk(torch.tensor(ids), positions, attend)
+        hidden: Tensor = self.trunk(torch.tensor(ids), positions, attend, recur)
         return hidden
 
     def _sampled_logits(

@@ -22,7 +22,6 @@ from common.engine.batch import (
 )
 from common.engine.stopping import StopChecker
 from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooLong, ProtocolViolation
-from common.kv_cache.layout import NULL_BLOCK, cdiv
 from common.kv_cache.manager import KVCacheManager
 from common.request import FinishReason, Request, RequestState, SpecStats, sequences_of
 
@@ -77,7 +76,6 @@ class Scheduler:
         self._forgotten: list[str] = []
         self._preempted: list[str] = []
         self.stats = SpecStats()
-        self._smallest_pool = min(pool.num_blocks - 1 for pool in kv.pools)
         self.max_request_tokens = kv.max_request_tokens(config.max_num_batched_tokens, config.max_model_len)
 
     # ---- requests come and go ---------------------------------------------------------------------------
@@ -118,21 +116,22 @@ class Scheduler:
         request = self._receiving(request_id)
         if request is None:
             return {}
-        first, end = request.num_computed // self.kv.block_size, cdiv(cut, self.kv.block_size)
-        return {
-            g: {i: table[i] for i in range(first, end) if table[i] != NULL_BLOCK}
-            for g, table in enumerate(request.tables)
-        }
+        return self.kv.wanted(request, cut)
 
     def kv_arrived(self, request_id: str, upto: int, carry: bytes | None) -> None:
-        """Positions below ``upto`` are in place. Without the carry row the last N tokens of the prompt
-        below it are recomputed: exact too (02-exactness 4)."""
+        """Positions below ``upto`` are in place, and the recurrent state there. Without the carry row the
+        last N tokens of the prompt below it are recomputed (with recurrent layers from the last state
+        checkpoint on, or as after a failed transfer): exact too (02-exactness 4)."""
         request = self._receiving(request_id)
         if request is None:
             return
         leave = max(self.config.num_modules, 1)
-        if carry is None:
-            upto = min(upto, request.num_tokens - leave)
+        if carry is None and upto > request.num_tokens - leave:
+            start = self.kv.restart_point(request, request.num_tokens - leave)
+            if start is None:
+                self.kv_failed(request_id, upto, {})
+                return
+            upto = start
         request.num_computed = max(upto, request.num_computed)
         if carry is not None:
             self._carry[request_id] = carry
@@ -182,11 +181,10 @@ class Scheduler:
                 f"prompt has {request.num_tokens} tokens, this node serves at most {limit} with its output "
                 f"(model {self.config.max_model_len}, pool {self.max_request_tokens}); shorten the prompt"
             )
-        if _is_pinned(request) and cdiv(request.end, self.kv.block_size) > self._smallest_pool:
+        if _is_pinned(request) and request.end > self.kv.max_pinned_tokens:
             raise PromptTooLong(
-                f"a prefill of {request.end} tokens holds all its blocks, and a KV group here has "
-                f"{self._smallest_pool} blocks of {self.kv.block_size}; shorten the prompt or "
-                "raise kv_cache_mib"
+                f"a prefill of {request.end} tokens holds all its blocks, and a KV group here has blocks "
+                f"for {self.kv.max_pinned_tokens}; shorten the prompt or raise kv_cache_mib"
             )
         self.requests[request.request_id] = request
         self._stop_checkers[request.request_id] = self._make_stop_checker(request)

@@ -34,18 +34,21 @@ class CacheEvents:
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())
 
-    def stored(self, group: int, request: Request, positions: Sequence[int]) -> None:
-        """Announces the request's blocks at ``positions`` (ascending), one event per unbroken run."""
+    def stored(self, group: int, request: Request, positions: Sequence[int], ratio: int = 1) -> None:
+        """Announces the request's blocks at ``positions`` (ascending), one event per unbroken run.
+
+        A block of the group is ``ratio`` hashed blocks, and goes by the hash of the last.
+        """
         run: list[int] = []
         for i in positions:
             if run and i != run[-1] + 1:
-                self._stored_run(group, request, run)
+                self._stored_run(group, request, run, ratio)
                 run = []
             run.append(i)
-        self._stored_run(group, request, run)
+        self._stored_run(group, request, run, ratio)
 
-    def _stored_run(self, group: int, request: Request, run: Sequence[int]) -> None:
-        size, k = self._hasher.block_size, self._hasher.num_lookahead
+    def _stored_run(self, group: int, request: Request, run: Sequence[int], ratio: int) -> None:
+        size, k = self._hasher.block_size * ratio, self._hasher.num_lookahead
         start, end = run[0] * size, (run[-1] + 1) * size
         hashes, ids, extra = request.block_hashes, request.token_ids, request.extra_keys
         keys = None
@@ -53,8 +56,8 @@ class CacheEvents:
             keys = [to_event_form(extra.keys_for(i * size, (i + 1) * size + k)) for i in run]
         self._events.append(
             BlockStored(
-                block_hashes=[event_hash(hashes[i]) for i in run],
-                parent_block_hash=event_hash(hashes[run[0] - 1]) if run[0] else None,
+                block_hashes=[event_hash(hashes[(i + 1) * ratio - 1]) for i in run],
+                parent_block_hash=event_hash(hashes[run[0] * ratio - 1]) if run[0] else None,
                 token_ids=ids[start:end],
                 block_size=size,
                 lora_id=None,

@@ -1,8 +1,9 @@
 """Block tables of requests over all KV groups: allocate, hit, register, free, fork.
 
 A request owns one reference on every non-null block of its tables. Groups share the block hashes; a hit is
-the longest length on which all groups agree, found by iterating to a fixed point (02-exactness 3). Only
-*final* blocks are registered, at the end of the step that made them final. No torch here.
+the longest length on which all groups agree, found by iterating to a fixed point (02-exactness 3). A group
+with larger blocks than B uses the hash of the last B tokens of each: hashes are chained. Only *final* blocks
+are registered, at the end of the step that made them final. No torch here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from common.block_hash import BlockHasher
 from common.errors import CapacityError
 from common.kv_cache.block_pool import BlockPool
 from common.kv_cache.events import CacheEvents
-from common.kv_cache.layout import NULL_BLOCK, KVGroupSpec, KVLayout, cdiv
+from common.kv_cache.layout import NULL_BLOCK, GroupSpec, KVLayout, cdiv
 from common.request import Request
 
 
@@ -53,8 +54,12 @@ class KVCacheManager:
         return self.layout.block_size
 
     @property
-    def groups(self) -> tuple[KVGroupSpec, ...]:
+    def groups(self) -> tuple[GroupSpec, ...]:
         return self.layout.groups
+
+    def _ratio(self, group: GroupSpec) -> int:
+        """Hashes of B tokens to a block of this group."""
+        return group.block_size // self.block_size
 
     # ---- sizes ------------------------------------------------------------------------------------------
 
@@ -63,9 +68,16 @@ class KVCacheManager:
         longest = max_model_len
         for pool, group in zip(self.pools, self.groups, strict=True):
             usable = pool.num_blocks - 1
-            if group.window is None or usable < group.max_blocks(max_in_flight, longest):
-                longest = min(longest, usable * self.block_size)
+            if group.keeps_all or usable < group.max_blocks(max_in_flight, longest):
+                longest = min(longest, usable * group.block_size)
         return longest
+
+    @property
+    def max_pinned_tokens(self) -> int:
+        """Longest prefill that can own all its blocks at once."""
+        return min(
+            (p.num_blocks - 1) * group.block_size for p, group in zip(self.pools, self.groups, strict=True)
+        )
 
     def free_share(self) -> float:
         """Smallest free share over groups, 0..1."""
@@ -99,7 +111,10 @@ class KVCacheManager:
         if not request.tables:
             request.tables = [[] for _ in self.groups]
             request.num_registered = [0] * len(self.groups)
-        elif upto <= self.block_size * min(map(len, request.tables)):
+        elif all(
+            upto <= group.block_size * len(table)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ):
             return True  # most steps of a decode
         missing = self.blocks_missing(request, upto)
         if any(need > pool.num_free for need, pool in zip(missing, self.pools, strict=True)):
@@ -122,12 +137,13 @@ class KVCacheManager:
         """Hand-over: blocks for positions that ``computed`` received tokens leave in use, below ``upto``.
 
         Window groups get null blocks up to the first one that is needed once ``computed`` tokens are
-        there; full groups get all. Tables may already start with a hit.
+        there, state groups up to the last checkpoint below; full groups get all. Tables may already start
+        with a hit.
         """
         needs = []
         for g, group in enumerate(self.groups):
             have = len(request.tables[g])
-            start = max(have, group.first_needed_block(computed))
+            start = max(have, group.first_start_block(computed))
             needs.append((start - have, max(0, cdiv(upto, group.block_size) - start)))
         if any(need > pool.num_free for (_, need), pool in zip(needs, self.pools, strict=True)):
             return False
@@ -138,9 +154,9 @@ class KVCacheManager:
         return True
 
     def free_skipped(self, request: Request) -> None:
-        """Gives back window blocks that no later step reads (late free)."""
+        """Gives back window and state blocks that no later step reads (late free)."""
         for g, group in enumerate(self.groups):
-            if group.window is None:
+            if group.keeps_all:
                 continue
             table = request.tables[g]
             self._drop_blocks(g, table, min(group.first_needed_block(request.num_computed), len(table)))
@@ -169,6 +185,30 @@ class KVCacheManager:
                 table = request.tables[g]
                 table[table.index(block)] = NULL_BLOCK
 
+    def wanted(self, request: Request, cut: int) -> dict[int, dict[int, int]]:
+        """{KV group: {block position: block}} of a reserved request that a hand-over must fill."""
+        wanted = {}
+        for g, group in enumerate(self.groups):
+            first, end = request.num_computed // group.block_size, cdiv(cut, group.block_size)
+            table = request.tables[g]
+            wanted[g] = {i: table[i] for i in range(first, end) if table[i] != NULL_BLOCK}
+        return wanted
+
+    def restart_point(self, request: Request, upto: int) -> int | None:
+        """Where a request can start that received its KV below ``upto`` but no running state of there.
+
+        Without recurrent layers that is ``upto``, else the last state checkpoint, if the request owns it
+        and everything that a window sees from there. None: only from the beginning (or from a hit).
+        """
+        state = self.layout.state_group
+        if state is None:
+            return upto
+        point = upto // state.block_size * state.block_size
+        for group, table in zip(self.groups, request.tables, strict=True):
+            if NULL_BLOCK in table[group.first_start_block(point) : point // group.block_size]:
+                return None
+        return point or None
+
     # ---- prefix cache -----------------------------------------------------------------------------------
 
     def hash_known(self, request: Request) -> None:
@@ -187,32 +227,34 @@ class KVCacheManager:
             limit = min(limit, (request.stop_at - 1) // self.block_size)  # something is left to compute
         if at_most is not None:
             limit = min(limit, at_most // self.block_size)
-        return self._longest_hit(request.block_hashes, limit) * self.block_size
+        return self._longest_hit(request.block_hashes, limit * self.block_size)
 
     def _longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Tokens. Each group rounds down to its own blocks, so the fixed point is a multiple of them all."""
         length = limit
         while True:
             before = length
             for pool, group in zip(self.pools, self.groups, strict=True):
-                find = _full_hit if group.window is None else _window_hit
-                length = find(pool.lookup, hashes, length, group)
+                ratio, size = self._ratio(group), group.block_size
+                own = hashes if ratio == 1 else hashes[ratio - 1 :: ratio]
+                find = _full_hit if group.keeps_all else _window_hit
+                length = find(pool.lookup, own, length // size, group) * size
             if length == before:
                 return length
 
     def adopt(self, request: Request, num_tokens: int) -> None:
         """Puts the blocks of a hit of ``num_tokens`` into the (empty) tables; the request owns them now."""
         request.tables = [[] for _ in self.groups]
-        num_blocks = num_tokens // self.block_size
+        request.num_registered = [num_tokens // group.block_size for group in self.groups]
         for g, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
-            first = group.first_needed_block(num_tokens)
-            table = request.tables[g]
+            first = group.first_start_block(num_tokens)
+            table, ratio = request.tables[g], self._ratio(group)
             table.extend([NULL_BLOCK] * first)
-            for digest in request.block_hashes[first:num_blocks]:
-                block = pool.lookup(digest)
+            for i in range(first, num_tokens // group.block_size):
+                block = pool.lookup(request.block_hashes[(i + 1) * ratio - 1])
                 assert block is not None, "a hit lost its block before it was adopted"
                 pool.share(block)
                 table.append(block)
-        request.num_registered = [num_blocks] * len(self.groups)
         request.num_computed = num_tokens
 
     def register_final(self, request: Request, final: int) -> None:
@@ -220,18 +262,20 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         self.hash_known(request)
-        upto = min(final // self.block_size, len(request.block_hashes))
-        for g, pool in enumerate(self.pools):
+        hashes = request.block_hashes
+        for g, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
+            ratio = self._ratio(group)
+            upto = min(final // group.block_size, len(hashes) // ratio)
             first, table = request.num_registered[g], request.tables[g]
             if first >= upto:
                 continue
             fresh: list[int] = []
             for i in range(first, min(upto, len(table))):
-                if table[i] != NULL_BLOCK and pool.register(table[i], request.block_hashes[i]):
+                if table[i] != NULL_BLOCK and pool.register(table[i], hashes[(i + 1) * ratio - 1]):
                     fresh.append(i)
             request.num_registered[g] = upto
             if fresh:
-                self.events.stored(g, request, fresh)
+                self.events.stored(g, request, fresh, ratio)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached block. Running requests keep theirs, unregistered."""
@@ -246,12 +290,15 @@ class KVCacheManager:
 
         Blocks wholly below ``shared_upto`` are shared, later ones copied (either may write to those).
         Copies are carried out before the next step; until `copies_done` a source has one owner more.
+        False: no room, or recurrent layers, whose state after ``upto`` positions is gone by then.
         """
-        whole, end = shared_upto // self.block_size, cdiv(upto, self.block_size)
-        if any(pool.num_free < end - whole for pool in self.pools):
+        if self.layout.state_group is not None:
+            return False
+        spans = [(shared_upto // g.block_size, cdiv(upto, g.block_size)) for g in self.groups]
+        if any(pool.num_free < end - whole for pool, (whole, end) in zip(self.pools, spans, strict=True)):
             return False
         child.tables = []
-        for g, pool in enumerate(self.pools):
+        for g, (pool, (whole, end)) in enumerate(zip(self.pools, spans, strict=True)):
             table = parent.tables[g][:whole]
             for block in table:
                 pool.share(block)
@@ -264,7 +311,9 @@ class KVCacheManager:
                 self._pending_copies.append(BlockCopy(g, source, copy))
                 table.append(copy)
             child.tables.append(table)
-        child.num_registered = [min(whole, n) for n in parent.num_registered]
+        child.num_registered = [
+            min(whole, n) for (whole, _), n in zip(spans, parent.num_registered, strict=True)
+        ]
         child.num_computed = upto
         return True
 
@@ -307,18 +356,19 @@ class KVCacheManager:
 Lookup = Callable[[bytes], int | None]
 
 
-def _full_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: KVGroupSpec) -> int:
+def _full_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: GroupSpec) -> int:
     for i in range(limit):
         if lookup(hashes[i]) is None:
             return i
     return limit
 
 
-def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: KVGroupSpec) -> int:
-    """Longest h <= limit such that every block still needed after h blocks is cached (right to left)."""
+def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: GroupSpec) -> int:
+    """Longest h <= limit such that every block still needed after h blocks is cached (right to left); of
+    state that is the last checkpoint alone."""
     h, run = limit, 0
     while h > 0:
-        needed = h - group.first_needed_block(h * group.block_size)
+        needed = h - group.first_start_block(h * group.block_size)
         if run >= needed:
             return h
         i = h - run - 1
@@ -330,7 +380,8 @@ def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: KVGr
 
 
 def pool_sizes(layout: KVLayout, kv_cache_bytes: int, num_blocks: int) -> list[int]:
-    """Blocks of each group, null block included: ``num_blocks`` each, or what the memory holds."""
+    """Blocks of each group, null block included: ``num_blocks`` each, or what the memory holds, shared so
+    that all groups have room for equally many tokens."""
     if num_blocks:
         return [num_blocks + 1] * len(layout.groups)
     count = kv_cache_bytes // layout.bytes_per_block
@@ -339,4 +390,4 @@ def pool_sizes(layout: KVLayout, kv_cache_bytes: int, num_blocks: int) -> list[i
             f"kv_cache_mib holds {count} KV blocks of {layout.bytes_per_block} bytes; "
             f"at least 2 are needed: raise it to {cdiv(2 * layout.bytes_per_block, 1 << 20)} or more"
         )
-    return [count] * len(layout.groups)
+    return [max(2, count * layout.block_size // group.block_size) for group in layout.groups]

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 
-from common.kv_cache.layout import NULL_BLOCK
+from common.kv_cache.layout import NULL_BLOCK, cdiv
 
 
 def final_blocks(
-    tables: Sequence[Sequence[int]], first_block: int, end_block: int
+    tables: Sequence[Sequence[int]],
+    block_sizes: Sequence[int],
+    first: int,
+    end: int,
+    *,
+    partial: bool = False,
 ) -> dict[int, dict[int, int]]:
-    """{KV group: {block position: block}} for positions first_block .. end_block-1 that hold KV."""
-    return {
-        g: {i: table[i] for i in range(first_block, min(end_block, len(table))) if table[i] != NULL_BLOCK}
-        for g, table in enumerate(tables)
-    }
+    """{KV group: {block position: block}} of the blocks that end in positions first+1 .. end and hold KV.
+
+    ``partial``: the block that ``end`` lies in is offered too (the last of a prompt, and its running state).
+    """
+    found: dict[int, dict[int, int]] = {}
+    for g, (table, size) in enumerate(zip(tables, block_sizes, strict=False)):
+        upto = cdiv(end, size) if partial else end // size
+        blocks = range(first // size, min(upto, len(table)))
+        found[g] = {i: table[i] for i in blocks if table[i] != NULL_BLOCK}
+    return found

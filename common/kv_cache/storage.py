@@ -1,7 +1,8 @@
 """The memory behind the block pools: one tensor a KV group, block after block.
 
-A block's rows are ordered layer, K before V, token; a row is the KV heads of one token. The same bytes are
-what `kernels` indexes by row and what a KV transfer moves by block.
+A block's rows are ordered layer, K before V, token; a row is the KV heads of one token. A block of recurrent
+state is one row: see `state_group`. The same bytes are what `kernels` indexes by row and what a KV transfer
+moves by block.
 """
 
 import numpy as np
@@ -21,17 +22,15 @@ class KVStorage:
         self.layout = layout
         self._pools: list[Tensor] = []
         for group, count in zip(layout.groups, num_blocks, strict=True):
-            row = group.num_kv_heads * group.head_dim
-            rows = count * self.block_rows(len(self._pools))
-            self._pools.append(torch.zeros(rows, row, dtype=TORCH_DTYPES[group.dtype]))
+            shape = (count * group.block_rows, group.row_numbers)
+            self._pools.append(torch.zeros(shape, dtype=TORCH_DTYPES[group.dtype]))
 
     def block_rows(self, group: int) -> int:
-        """Rows of one block: layers x (K, V) x tokens."""
-        spec = self.layout.groups[group]
-        return len(spec.layers) * 2 * spec.block_size
+        """Rows of one block: layers x (K, V) x tokens; one of state."""
+        return self.layout.groups[group].block_rows
 
     def rows(self, group: int) -> Tensor:
-        """[rows, KV * Dh]: what kernels read and write."""
+        """[rows, KV * Dh], or [num_blocks, numbers of a state]: what kernels read and write."""
         return self._pools[group]
 
     def block_bytes(self, group: int) -> npt.NDArray[np.uint8]:
@@ -48,7 +47,7 @@ class KVStorage:
     def read(self, layer: int, table: list[int], start: int, end: int) -> tuple[Tensor, Tensor]:
         """K and V [end - start, KV, Dh] of one global layer at positions start .. end-1 of a table."""
         group, index = self.layout.locate(layer)
-        spec = self.layout.groups[group]
+        spec = self.layout.kv_groups[group]
         size = spec.block_size
         offset = index * 2 * size
         base = [table[p // size] * self.block_rows(group) + p % size + offset for p in range(start, end)]

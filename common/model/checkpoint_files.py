@@ -136,12 +136,15 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _arithmetic(config: ModelConfig) -> dict[str, Any]:
-    """What changes a logit: listed by name, and rotary fields only where they differ from their default, so
-    that a field added to the configuration later leaves the digests of today's models as they are.
+    """What changes a logit: listed by name, rotary fields only where they differ from their default and
+    recurrent layers only where there are some, so that a field added to the configuration later leaves the
+    digests of today's models as they are.
     """
     rope, plain = asdict(config.rope), asdict(RopeConfig())
     out = {name: getattr(config, name) for name in _ARITHMETIC}
     out["rope"] = {name: value for name, value in rope.items() if value != plain[name]}
+    if config.recurrent is not None:
+        out["recurrent"] = {"layer_types": config.layer_types, **asdict(config.recurrent)}
     return out
 
 

@@ -1,30 +1,58 @@
 """config.json of a checkpoint -> ModelConfig: everything the decoder needs to know, and nothing else.
 
-Three families are understood: Llama, Qwen2 and Qwen3, in the usual Hugging Face layout. Whatever would
-change the arithmetic and is not implemented (an activation, a rotary variant, quantised weights) is
-refused by name here, so that no model ever runs slightly wrong. No torch: the router and the command line
+Three families are understood in the usual Hugging Face layout: Llama, Qwen2 and Qwen3. A fourth is our own,
+hybrids of attention (any windows) and recurrent layers. Whatever would change the arithmetic and is not
+implemented (an activation, a rotary variant, quantised weights) is refused by name here, so that no model
+ever runs slightly wrong. No torch: the router and the command line
 read configurations too.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import ModelLoadError
+from common.kv_cache.state_group import RecurrentLayer
 from common.model.rope_config import RopeConfig, read_rope, rope_scaling_json
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "RopeConfig", "read_json"]
+__all__ = ["ARCHITECTURES", "ModelConfig", "RecurrentConfig", "RopeConfig", "read_json"]
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "baton_hybrid"]
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "BatonHybridForCausalLM": "baton_hybrid",
 }
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+RECURRENT_TYPES = ("short_conv", "gated_delta_net")
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Geometry of recurrent layers. The convolution of a `short_conv` layer runs over the hidden size, that
+    of a `gated_delta_net` layer over its q, k and v."""
+
+    conv_kernel: int
+    delta_heads: int
+    delta_key_dim: int
+    delta_value_dim: int
+
+    @property
+    def delta_channels(self) -> int:
+        """q, k and v of all heads."""
+        return self.delta_heads * (2 * self.delta_key_dim + self.delta_value_dim)
+
+    def state_of(self, layer: int, kind: str, hidden_size: int) -> RecurrentLayer:
+        """What a layer of that kind keeps between positions."""
+        if kind == "short_conv":
+            return RecurrentLayer(layer, (hidden_size, self.conv_kernel - 1))
+        matrices = (self.delta_heads, self.delta_key_dim, self.delta_value_dim)
+        return RecurrentLayer(layer, (self.delta_channels, self.conv_kernel - 1), matrices)
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,30 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # config.json and generation_config.json together
     dtype: str = "float32"  # what the checkpoint stores
+    layer_types: tuple[str, ...] = ()  # one a layer; () = attention only, windowed as layer_windows says
+    recurrent: RecurrentConfig | None = None  # present iff some layer is recurrent
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            kinds = ("full_attention" if w is None else "sliding_attention" for w in self.layer_windows)
+            object.__setattr__(self, "layer_types", tuple(kinds))
+
+    @property
+    def attention_windows(self) -> dict[int, int | None]:
+        """{layer: window} of the attention layers."""
+        return {
+            i: self.layer_windows[i] for i, kind in enumerate(self.layer_types) if kind in ATTENTION_TYPES
+        }
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
+        """The states that recurrent layers keep."""
+        layers = []
+        for i, kind in enumerate(self.layer_types):
+            if kind in RECURRENT_TYPES:
+                assert self.recurrent is not None
+                layers.append(self.recurrent.state_of(i, kind, self.hidden_size))
+        return tuple(layers)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
@@ -95,13 +147,15 @@ class ModelConfig:
             qkv_bias=True if family == "qwen2" else attention_bias,
             o_bias=False if family == "qwen2" else attention_bias,
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "baton_hybrid"),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             layer_windows=_layer_windows(raw, family, num_layers),
             max_position_embeddings=max_positions,
             bos_token_id=_first_id(raw.get("bos_token_id")),
             eos_token_ids=_eos_ids(raw, generation),
             dtype=_dtype(raw),
+            layer_types=_hybrid_types(raw, num_layers) if family == "baton_hybrid" else (),
+            recurrent=_recurrent(raw) if family == "baton_hybrid" else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -141,6 +195,13 @@ class ModelConfig:
         return out
 
     def _windows_json(self) -> dict[str, Any]:
+        if self.family == "baton_hybrid":
+            sizes_json = {} if self.recurrent is None else asdict(self.recurrent)
+            return {
+                "layer_types": list(self.layer_types),
+                "layer_windows": list(self.layer_windows),
+                **sizes_json,
+            }
         sizes = {window for window in self.layer_windows if window is not None}
         if not sizes:
             return {} if self.family == "llama" else {"use_sliding_window": False}
@@ -227,6 +288,8 @@ def _layer_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> t
     """`layer_types` if given, else Qwen's rule: layers from `max_window_layers` on slide when windows are in
     use.
     """
+    if family == "baton_hybrid":
+        return _hybrid_windows(raw, num_layers)
     layer_types = raw.get("layer_types")
     if family == "llama":
         if layer_types and any(kind != "full_attention" for kind in layer_types):
@@ -251,6 +314,50 @@ def _layer_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> t
             "or sliding_window is missing"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _hybrid_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """`layer_types` of our own family: required, one a layer."""
+    kinds = raw.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelLoadError(
+            f"config.json: layer_types is {kinds!r}, expected one entry for each of {num_layers} layers"
+        )
+    unknown = sorted({str(kind) for kind in kinds} - {*ATTENTION_TYPES, *RECURRENT_TYPES})
+    if unknown:
+        raise ModelLoadError(
+            f"config.json: layer_types {', '.join(unknown)} are not supported; known are "
+            f"{', '.join((*ATTENTION_TYPES, *RECURRENT_TYPES))}"
+        )
+    return tuple(kinds)
+
+
+def _hybrid_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """`layer_windows` of our own family: a size for each sliding layer (they may differ), null for others."""
+    kinds = _hybrid_types(raw, num_layers)
+    windows = raw.get("layer_windows") or [None] * num_layers
+    right = isinstance(windows, list) and len(windows) == num_layers
+    right = right and all(
+        isinstance(window, int) and window > 0 if kind == "sliding_attention" else window is None
+        for kind, window in zip(kinds, windows, strict=True)
+    )
+    if not right:
+        raise ModelLoadError(
+            f"config.json: layer_windows is {windows!r}, expected a size for each sliding_attention layer of "
+            f"{', '.join(kinds)} and null for the others"
+        )
+    return tuple(windows)
+
+
+def _recurrent(raw: Mapping[str, Any]) -> RecurrentConfig | None:
+    if not set(raw.get("layer_types", ())) & set(RECURRENT_TYPES):
+        return None
+    return RecurrentConfig(
+        conv_kernel=_positive(raw, "conv_kernel"),
+        delta_heads=_positive(raw, "delta_heads"),
+        delta_key_dim=_positive(raw, "delta_key_dim"),
+        delta_value_dim=_positive(raw, "delta_value_dim"),
+    )
 
 
 def _first_id(value: Any) -> int | None:

@@ -42,8 +42,12 @@ class MtpModule(nn.Module):
 
     @torch.no_grad()
     def init_from_trunk(self, trunk: Transformer) -> None:
-        """Starting point of training: the trunk's last block, its final norm, projection [I | 0.5 I]."""
-        self.block.load_state_dict(trunk.blocks[-1].state_dict())
+        """Starting point of training: the trunk's last attention block, its final norm, projection
+        [I | 0.5 I]."""
+        last = max(trunk.config.attention_windows, default=None)
+        if last is None:
+            raise ModelLoadError("MTP modules start from the trunk's last attention block; it has none")
+        self.block.load_state_dict(trunk.blocks[last].state_dict())
         self.norm.copy_(trunk.final_norm)
         self.hidden_norm.copy_(trunk.final_norm)
         self.embed_norm.fill_(1.0)

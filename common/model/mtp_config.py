@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelLoadError
-from common.model.model_config import read_json
+from common.model.model_config import ATTENTION_TYPES, read_json
 
 FORMAT_VERSION = 1
 MODEL_TYPE = "baton_mtp"
@@ -54,6 +54,12 @@ class MtpConfig:
             raise ModelLoadError(
                 f"MTP config: format_version {raw.get('format_version')!r} is not supported, "
                 f"only {FORMAT_VERSION}"
+            )
+        recurrent = [str(kind) for kind in raw.get("layer_types") or () if kind not in ATTENTION_TYPES]
+        if recurrent:
+            raise ModelLoadError(
+                f"MTP config: modules with {', '.join(recurrent)} layers are refused: re-prefilling a module "
+                "would need its state of up to N positions back, and a state cannot be rewound; use attention"
             )
         try:
             return cls(

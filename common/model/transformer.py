@@ -1,7 +1,8 @@
-"""The decoder, top to bottom in one file: Llama, Qwen2 and Qwen3 differ only by what ModelConfig says.
+"""The decoder, top to bottom in one file: the families differ only by what ModelConfig says.
 
-Nothing here knows where keys and values live: `attend` is handed in by the caller (paged in the engine,
-dense in training and in the one-shot oracle). Leading dimensions are free: the engine runs flat tokens
+A block's token mixer is attention or recurrent. Nothing here knows where keys, values and states live:
+`attend` and `recur` are handed in by the caller (over stored blocks in the engine, dense in training and in
+the one-shot oracle). Leading dimensions are free: the engine runs flat tokens
 [T], training [B, T]. q/k/v and gate/up are one matrix each; the names of a checkpoint file appear only in
 `checkpoint_tensors`.
 """
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model.model_config import ModelConfig
+from common.model.recurrent import Recur, make_mixer
 from common.model.rope import Rope
 from kernels.linear import linear, pack_linear
 from kernels.rms_norm import rms_norm
@@ -47,34 +49,46 @@ def replace_parameter(module: nn.Module, name: str, packed: Tensor) -> None:
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + mix(norm(x)), then x + mlp(norm(x)); `kind` says whether mix is attention or a recurrent mixer."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, kind: str = "full_attention"
+    ) -> None:
         super().__init__()
         d, inner, dh = config.hidden_size, config.intermediate_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dh
         self.input_norm = _parameter(d, dtype=dtype)
-        self.qkv_weight = _parameter((heads + 2 * kv_heads) * dh, d, dtype=dtype)  # rows: q, then k, then v
-        self.o_weight = _parameter(d, heads * dh, dtype=dtype)
+        self.mixer = make_mixer(kind, config, dtype)
+        if self.mixer is None:
+            rows = (heads + 2 * kv_heads) * dh  # q, then k, then v
+            self.qkv_weight = _parameter(rows, d, dtype=dtype)
+            self.o_weight = _parameter(d, heads * dh, dtype=dtype)
+            self.qkv_bias = _parameter(rows, dtype=dtype) if config.qkv_bias else None
+            self.o_bias = _parameter(d, dtype=dtype) if config.o_bias else None
+            self.q_norm = _parameter(dh, dtype=dtype) if config.qk_norm else None
+            self.k_norm = _parameter(dh, dtype=dtype) if config.qk_norm else None
         self.post_norm = _parameter(d, dtype=dtype)
         self.gate_up_weight = _parameter(2 * inner, d, dtype=dtype)  # rows: gate, then up
         self.down_weight = _parameter(d, inner, dtype=dtype)
-        self.qkv_bias = _parameter((heads + 2 * kv_heads) * dh, dtype=dtype) if config.qkv_bias else None
-        self.o_bias = _parameter(d, dtype=dtype) if config.o_bias else None
         self.gate_up_bias = _parameter(2 * inner, dtype=dtype) if config.mlp_bias else None
         self.down_bias = _parameter(d, dtype=dtype) if config.mlp_bias else None
-        self.q_norm = _parameter(dh, dtype=dtype) if config.qk_norm else None
-        self.k_norm = _parameter(dh, dtype=dtype) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, recur: Recur | None = None
+    ) -> Tensor:
         """x [*, D], cos and sin [*, 1, Dh] -> [*, D]."""
-        qkv = linear(rms_norm(x, self.input_norm, self.eps), self.qkv_weight, self.qkv_bias)
-        qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
-        q, k, v = self._split_rotated(qkv, cos, sin)
-        attended = attend(layer, q, k, v).flatten(-2)
-        x = x + linear(attended, self.o_weight, self.o_bias)
+        normed = rms_norm(x, self.input_norm, self.eps)
+        if self.mixer is None:
+            qkv = linear(normed, self.qkv_weight, self.qkv_bias)
+            qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
+            q, k, v = self._split_rotated(qkv, cos, sin)
+            attended = attend(layer, q, k, v).flatten(-2)
+            x = x + linear(attended, self.o_weight, self.o_bias)
+        else:
+            assert recur is not None, f"layer {layer} is recurrent: the caller must hand in `recur`"
+            x = x + self.mixer(normed, layer, recur)
         gate_up = linear(rms_norm(x, self.post_norm, self.eps), self.gate_up_weight, self.gate_up_bias)
         return x + linear(silu_mul(gate_up), self.down_weight, self.down_bias)
 
@@ -92,19 +106,21 @@ class DecoderBlock(nn.Module):
 
     def pack(self) -> None:
         """Packs the matrices for this CPU where that is faster: inference only, no saving afterwards."""
-        for name in ("qkv_weight", "o_weight", "gate_up_weight", "down_weight"):
+        names = ["gate_up_weight", "down_weight"]
+        if self.mixer is None:
+            names += ["qkv_weight", "o_weight"]
+        else:
+            self.mixer.pack()
+        for name in names:
             replace_parameter(self, name, pack_linear(getattr(self, name)))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint file, view of the parameter it belongs to) for every tensor of this block."""
-        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield prefix + "input_layernorm.weight", self.input_norm
-        for kind, qkv in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
-            if qkv is not None:
-                q, k, v = torch.split(qkv.detach(), [q_rows, kv_rows, kv_rows])
-                yield f"{prefix}self_attn.q_proj.{kind}", q
-                yield f"{prefix}self_attn.k_proj.{kind}", k
-                yield f"{prefix}self_attn.v_proj.{kind}", v
+        if self.mixer is None:
+            yield from self._attention_tensors(prefix + "self_attn.")
+        else:
+            yield from self.mixer.checkpoint_tensors(prefix)
         for kind, gate_up in (("weight", self.gate_up_weight), ("bias", self.gate_up_bias)):
             if gate_up is not None:
                 gate, up = gate_up.detach().chunk(2)
@@ -112,12 +128,26 @@ class DecoderBlock(nn.Module):
                 yield f"{prefix}mlp.up_proj.{kind}", up
         rest = {
             "post_attention_layernorm.weight": self.post_norm,
-            "self_attn.o_proj.weight": self.o_weight,
-            "self_attn.o_proj.bias": self.o_bias,
-            "self_attn.q_norm.weight": self.q_norm,
-            "self_attn.k_norm.weight": self.k_norm,
             "mlp.down_proj.weight": self.down_weight,
             "mlp.down_proj.bias": self.down_bias,
+        }
+        for name, tensor in rest.items():
+            if tensor is not None:
+                yield prefix + name, tensor
+
+    def _attention_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        for kind, qkv in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
+            if qkv is not None:
+                q, k, v = torch.split(qkv.detach(), [q_rows, kv_rows, kv_rows])
+                yield f"{prefix}q_proj.{kind}", q
+                yield f"{prefix}k_proj.{kind}", k
+                yield f"{prefix}v_proj.{kind}", v
+        rest = {
+            "o_proj.weight": self.o_weight,
+            "o_proj.bias": self.o_bias,
+            "q_norm.weight": self.q_norm,
+            "k_norm.weight": self.k_norm,
         }
         for name, tensor in rest.items():
             if tensor is not None:
@@ -126,7 +156,9 @@ class DecoderBlock(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, num_layers: int, generator: torch.Generator | None = None) -> None:
         """Fresh weights for training: normal(0, 0.02), outputs scaled by depth, norms one, biases zero."""
-        for name, parameter in self.named_parameters():
+        if self.mixer is not None:
+            self.mixer.reset_parameters(num_layers, generator)
+        for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("norm"):
                 parameter.fill_(1.0)
             elif parameter.dim() == 1:
@@ -145,7 +177,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = _parameter(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.blocks = nn.ModuleList(DecoderBlock(config, dtype) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(DecoderBlock(config, dtype, kind) for kind in config.layer_types)
         self.final_norm = _parameter(config.hidden_size, dtype=dtype)
         tied = config.tie_word_embeddings
         self.head = None if tied else _parameter(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -161,16 +193,18 @@ class Transformer(nn.Module):
         """[*] -> [*, D]."""
         return F.embedding(token_ids, self.embedding)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None
+    ) -> Tensor:
         """ids [*], positions [*] (or broadcastable to it) -> the last block's output [*, D], before the final
         norm.
 
-        This is what MTP module 0 and `logits` read.
+        This is what MTP module 0 and `logits` read. Models with recurrent layers need `recur`.
         """
         x = self.embed(token_ids)
         cos, sin = self.rope.cos_sin(positions, x.dtype)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, layer, attend)
+            x = block(x, cos, sin, layer, attend, recur)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -290,7 +290,7 @@ def test_a_reserved_span_leaves_out_what_the_window_never_reads() -> None:
     assert NULL_BLOCK not in request.tables[0]
     assert request.tables[1][:8] == [NULL_BLOCK] * 8  # 39 - 6 + 1 = 34: from block 8 on
     assert NULL_BLOCK not in request.tables[1][8:]
-    assert {g: list(blocks) for g, blocks in final_blocks(request.tables, 7, 10).items()} == {
+    assert {g: list(blocks) for g, blocks in final_blocks(request.tables, (4, 4), 28, 40).items()} == {
         0: [7, 8, 9],
         1: [8, 9],
     }

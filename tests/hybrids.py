@@ -1,0 +1,130 @@
+"""Random hybrid models, drafts of any quality over them, and checks against one uninterrupted pass."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import Tensor
+
+from common.engine.batch import ScheduledRequest
+from common.engine.draft_kv_oracle import draft_kv_max_diff
+from common.engine.engine import Engine
+from common.engine.model_runner import ModelRunner
+from common.engine.speculator import Drafts, MtpSpeculator, Rows
+from common.engine.state_oracle import state_max_diff
+from common.kv_cache.storage import KVStorage
+from common.model.mtp import MtpModules
+from common.model.transformer import Transformer
+from common.request import Request
+from tests.builders import (
+    HYBRID_LAYERS,
+    VOCAB,
+    greedy_tokens,
+    hybrid_config,
+    make_engine,
+    random_modules,
+    random_trunk,
+)
+
+LIMIT = 1e-4  # fp32
+SEEN = 100 * LIMIT  # what a broken rule must at least show
+
+Pair = tuple[Engine, KVStorage]
+WINDOWS = (6, 9)
+Rule = Callable[[int], bool]
+"""Whether the draft for a position is to be the right one."""
+
+
+@dataclass
+class HybridModel:
+    """Weights, what the trunk alone says, and engines that draft as told."""
+
+    trunk: Transformer
+    modules: MtpModules | None
+    num_modules: int
+    _truths: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def truth(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The first ``count`` tokens after a prompt, by dense passes."""
+        known = self._truths.get(tuple(prompt), [])
+        if len(known) < count:
+            known = known + greedy_tokens(self.trunk, [*prompt, *known], count - len(known))
+            self._truths[tuple(prompt)] = known
+        return known[:count]
+
+    def engine(self, script: "Script | None" = None, **options: int | bool) -> Pair:
+        engine, storage = make_engine(self.trunk, self.modules, **options)  # type: ignore[arg-type]
+        if script is not None and self.modules is not None:
+            assert isinstance(engine.runner, ModelRunner)
+            speculator = ScriptedSpeculator(self.modules, self.num_modules, storage)
+            speculator.script = script
+            engine.runner.speculator = speculator
+        return engine, storage
+
+    def worst(self, pair: Pair, request: Request) -> float:
+        """Largest difference of draft KV and states of a request that owns its blocks."""
+        engine, storage = pair
+        known, computed = request.token_ids, request.num_computed
+        tables = engine.tables(request.request_id)
+        worst = state_max_diff(self.trunk, storage, known, computed, tables)
+        if self.modules is None:
+            return worst
+        diff = draft_kv_max_diff(self.trunk, self.modules, self.num_modules, storage, known, computed, tables)
+        return max(worst, diff)
+
+
+@dataclass
+class Script:
+    """What drafts are to be: by request id all its tokens to come, and which positions shall be right."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    right: Rule = lambda position: True
+
+    def follow(self, model: HybridModel, request: Request) -> None:
+        """Plans for a request that is about to be added; N tokens more than it will emit."""
+        count = request.sampling.max_tokens + model.num_modules + 1
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        self.tokens[request.request_id] = [*prompt, *model.truth(prompt, count)]
+
+
+class ScriptedSpeculator(MtpSpeculator):
+    """The modules run as always, but the drafts they propose and read are the script's."""
+
+    script: Script
+
+    def _draw(
+        self,
+        m: int,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[Rows],
+        drafting: Sequence[int],
+        logits: Tensor,
+        drafts: list[Drafts],
+    ) -> None:
+        super()._draw(m, entries, rows, drafting, logits, drafts)
+        for i in drafting:
+            tokens = self.script.tokens.get(entries[i].request_id)
+            position = rows[i].last_known + m + 1
+            if tokens is None or position >= len(tokens):
+                continue
+            token = tokens[position] if self.script.right(position) else (tokens[position] + 1) % VOCAB
+            drafts[i].ids[-1] = token
+            rows[i].next_ids[position - rows[i].first - 1] = token
+
+
+def at_rate(rate: float, seed: int) -> Rule:
+    """Right about so often; another opinion every time it is asked."""
+    generator = random.Random(seed)
+    return lambda position: generator.random() < rate
+
+
+@cache
+def hybrid_model(num_modules: int, layers: tuple[str, ...] = HYBRID_LAYERS) -> HybridModel:
+    """Where the trunk has windows its modules have some too: one of the trunk's, and one of their own."""
+    trunk = random_trunk(config=hybrid_config(layers, WINDOWS))
+    if num_modules == 0:
+        return HybridModel(trunk, None, 0)
+    own = (None, WINDOWS[0], 11) if "sliding_attention" in layers else (None,)
+    windows = [own[m % len(own)] for m in range(num_modules)]
+    return HybridModel(trunk, random_modules(trunk, num_modules, windows=windows), num_modules)
