@@ -217,7 +217,7 @@ class ControlClient:
                     logger.warning("no router answers at %s; still trying", link.address)
                 wait_s = REGISTER_INTERVAL_S
             else:
-                link.pump.send([encoder.encode(self._heartbeat())])
+                self._beat(link)
                 unanswered = 0
                 wait_s = self._heartbeat_s
             slept_from = loop.time()
@@ -226,6 +226,14 @@ class ControlClient:
                     await link.changed.wait()
             # When this loop itself stood still, replies wait unread: the router is not to blame.
             link.last_heard_s += max(0.0, loop.time() - slept_from - wait_s)
+
+    def _beat(self, link: _Link) -> None:
+        try:
+            heartbeat = self._heartbeat()
+        except Exception:  # the link outlives it: the router hears nothing, and the log says why
+            logger.exception("no heartbeat to %s: this node's figures failed", link.address)
+            return
+        link.pump.send([encoder.encode(heartbeat)])
 
     async def _dispatch(self) -> None:
         while True:

@@ -38,7 +38,7 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     accepted_per_pos: tuple[int, ...] = ()
     verified_per_pos: tuple[int, ...] = ()
     kv_bytes_received: int = 0
-    num_transfers: int = 0
+    num_transfers: int = 0  # that ended, one way or the other; aborted ones are not counted
     num_transfer_failures: int = 0
 
 

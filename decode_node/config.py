@@ -12,7 +12,7 @@ class DecodeOptions:
 
     aggregated: bool = option(False, "compute every prompt here: a cluster without prefill nodes")
     admission_timeout_s: float = option(
-        8.0, "longest wait for room before a request is refused, seconds; below the router's", minimum=0
+        20.0, "longest wait for room before a request is refused, seconds; below the router's", minimum=0
     )
 
 

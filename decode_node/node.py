@@ -81,10 +81,10 @@ class DecodeNode:
         self._admission = AdmissionQueue(self._decide, self._settled, self._is_gone)
         self._tasks: set[asyncio.Task[None]] = set()
         self.transports_used: set[str] = set()
-        self._num_bytes = 0
-        self._num_transfers = 0
-        self._num_failures = 0
-        self.runtime.transfer_load = lambda: (self._num_transfers, self._num_failures, self._num_bytes)
+        # Transfers that ended, those that failed, bytes. The engine's thread reads it: replaced as a whole,
+        # so that no heartbeat sees a failure without its transfer.
+        self._transfers = (0, 0, 0)
+        self.runtime.transfer_load = lambda: self._transfers
 
     async def serve(self) -> None:
         await self.receiver.start()
@@ -200,11 +200,10 @@ class DecodeNode:
     ) -> None:
         """Fetches the wanted blocks and tells the engine how it went, whatever way it went."""
         request_id = decode.request_id
-        self._num_transfers += 1
         try:
             result = await self.receiver.fetch(ticket, wanted, cut)
         except TransferError as error:
-            self._num_failures += 1
+            self._count_transfer(num_failures=1)
             decode.transfer_error = error.message
             upto = error.final_upto if isinstance(error, TransferFailed) else 0
             stuck = error.quarantined if isinstance(error, TransferFailed) else {}
@@ -215,12 +214,16 @@ class DecodeNode:
             decode.transferred_tokens = max(0, upto - cached)
             await self.runtime.call(lambda engine: engine.kv_failed(request_id, upto, stuck))
             return
-        self._num_bytes += result.num_bytes
+        self._count_transfer(num_bytes=result.num_bytes)
         self.transports_used.add(result.transport)
         decode.transferred_bytes = result.num_bytes
         decode.transferred_tokens = cut - cached
         carry = result.carry or None
         await self.runtime.call(lambda engine: engine.kv_arrived(request_id, cut, carry))
+
+    def _count_transfer(self, *, num_failures: int = 0, num_bytes: int = 0) -> None:
+        ended, failed, received = self._transfers
+        self._transfers = (ended + 1, failed + num_failures, received + num_bytes)
 
     # ---- from the engine --------------------------------------------------------------------------------
 

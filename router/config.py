@@ -21,7 +21,7 @@ class Timeouts:
     """The longest wait of each leg of a request, in seconds."""
 
     heartbeat_timeout_s: float = option(5.0, "silence after which a node counts as dead", minimum=0.1)
-    reserve_timeout_s: float = option(10.0, "for a decode node to accept a request", minimum=0.1)
+    reserve_timeout_s: float = option(25.0, "for a decode node to accept a request", minimum=0.1)
     prefill_timeout_s: float = option(120.0, "for the prompt to be computed", minimum=0.1)
     transfer_timeout_s: float = option(30.0, "for the KV blocks to cross, beyond the prefill", minimum=0.1)
     first_token_timeout_s: float = option(30.0, "for the first token once the prompt is there", minimum=0.1)

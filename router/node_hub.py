@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 SEND_QUEUE_MESSAGES = 100_000
 SWEEPS_PER_TIMEOUT = 8
+LET_GO = "was let go: the router stops"
 
 Answer = Accepted | Refused | TokenChunk | Finished
 
@@ -166,7 +167,7 @@ class NodeHub:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
         for node in list(self.nodes.values()):
-            self._drop(node, "was let go: the router stops")
+            self._drop(node, LET_GO)
         if self._pump is not None:
             self._pump.close(linger_ms=200)
         await asyncio.to_thread(self._context.term)
@@ -242,7 +243,9 @@ class NodeHub:
             return
         if self.nodes.get(node.node_id) is node:
             del self.nodes[node.node_id]
-        logger.warning("node %s %s; %d requests on it", node.node_id, how, len(node.legs))
+        # Going without leaving anybody waiting is no cause for alarm.
+        level = logging.WARNING if node.legs or how not in ("left", LET_GO) else logging.INFO
+        logger.log(level, "node %s %s; %d requests on it", node.node_id, how, len(node.legs))
         self._metrics.counter("router_nodes_lost").inc()
         for leg in list(node.legs.values()):
             leg.lose(how)

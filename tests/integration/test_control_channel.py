@@ -241,3 +241,20 @@ def test_bad_addresses_are_named() -> None:
             NodeEnd("d", "nonsense")
 
     run(story)
+
+
+def test_a_heartbeat_that_fails_does_not_end_the_link(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        ends = Ends()
+        node_end = NodeEnd("d", ends.address)
+        await ends.node("d")
+        del node_end.load  # its figures cannot be had
+        await eventually(lambda: "figures failed" in caplog.text)
+        await eventually(lambda: "leave d" in ends.events)
+        node_end.load = NodeLoad(num_running=7)
+        await ends.node("d")
+        await eventually(lambda: ends.hub.nodes["d"].load.num_running == 7)
+        await node_end.client.close()
+        await ends.hub.close()
+
+    run(story)

@@ -253,6 +253,27 @@ def test_pair_equals_one_engine(n: int, window: int | None, ship_carry: bool) ->
         assert all(pair_log.drafts[k] == alone_log.drafts[k] for k in common)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_a_prefill_leaves_the_slot_unwritten_whose_token_nobody_knows(n: int) -> None:
+    """Module N-1 at C-1 reads token L; every other slot below the cut is there."""
+    m = model(n, None)
+    length = 2 * n + 3
+    cut = length - max(1, n - 1)
+    engine, storage = m.engine()
+    request = make_request(random_prompt(length, 1), stop_at=cut, hold_blocks=True)
+    engine.add(request)
+    drain(engine)
+    tables = engine.tables(request.request_id)
+    for module in range(n):
+        layer = m.trunk.config.num_layers + module
+        group, _ = storage.layout.locate(layer)
+        for position in range(cut):
+            k, v = storage.read(layer, tables[group], position, position + 1)
+            waits = n > 1 and (module, position) == (n - 1, cut - 1)
+            assert bool(k.any()) is bool(v.any()) is not waits
+    assert m.kv_diff(engine, storage, request) < LIMIT
+
+
 def test_pair_with_other_requests_in_the_batch() -> None:
     m = model(4, 6)
     prefill, decode = m.engine(), m.engine(num_blocks=200)

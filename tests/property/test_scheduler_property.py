@@ -167,6 +167,8 @@ class World:
         batch = self.runner.batches[-1]
         budget = self.engine.scheduler.config.max_num_batched_tokens
         assert sum(e.end - e.start for e in batch.entries) <= budget
+        scheduled = {e.request_id for e in batch.entries}
+        assert not scheduled & set(output.preempted), "preempted and served in one step"
         for update in output.updates:
             assert update.request_id not in self.ended
             self.emitted.setdefault(update.request_id, []).extend(update.new_tokens)

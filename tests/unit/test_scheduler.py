@@ -430,21 +430,28 @@ def test_waiting_requests_start_by_priority_then_arrival() -> None:
 
 def test_a_pinned_prefill_is_never_preempted() -> None:
     """A transfer may be reading its blocks: the older decode gives way instead."""
-    engine, _ = make_fake_engine(0, num_blocks=9, budget=9, prefix_caching=False)
+    engine, _ = make_fake_engine(0, num_blocks=9, budget=2, prefix_caching=False)
     decode = fake_request(range(8), 20, request_id="decode")
     engine.add(decode)
-    engine.step()
+    while not outputs_of(decode):
+        engine.step()
     prefill = fake_request(range(50, 70), request_id="prefill", stop_at=19, hold_blocks=True, arrival=1)
     engine.add(prefill)
     engine.step()
     blocks = engine.tables("prefill")
     assert len(blocks[0]) == 5, "it owns all of its blocks from the start"
+    for _ in range(18):
+        if decode.num_preemptions:
+            break
+        engine.step()
+        engine.check_invariants()
+    assert decode.num_preemptions == 1
+    assert prefill.state is RequestState.RUNNING
     for _ in range(40):
         engine.step()
         engine.check_invariants()
-    assert prefill.state is RequestState.HELD
+    assert engine.scheduler.count_by_state()["held"] == 1
     assert engine.tables("prefill") == blocks
-    assert decode.num_preemptions > 0
     engine.release("prefill")
     run(engine)
     assert outputs_of(decode) == continuation(range(8), 20)
