@@ -58,6 +58,8 @@ class _Decode:
     transferred_bytes: int = 0
     transfer_error: str | None = None
     aborted: bool = False
+    accepted: bool = False
+    early: list[RequestUpdate] = field(default_factory=list)  # of steps that ended before `accepted` was sent
     finished: set[int] = field(default_factory=set)  # indices that ended
 
 
@@ -157,6 +159,11 @@ class DecodeNode:
             work = self._receive(decode, message.ticket, outcome.wanted, message.cut, outcome.cached)
             decode.fetch = fire_and_log("kv-receive", work, self._tasks)
         self.runtime.send(applicant.router_id, Accepted(request_id, outcome.cached))
+        entered = self._decodes[request_id]
+        entered.accepted = True
+        for update in entered.early:
+            self._tell(entered, update)
+        entered.early.clear()
 
     def _refuse(self, router_id: str, message: DecodeRequest, reason: str, *, retry: bool) -> None:
         self._drop(message.ticket)
@@ -229,16 +236,22 @@ class DecodeNode:
 
     def _on_step(self, output: StepOutput, _: None) -> None:
         for update in output.updates:
-            request_id, _sep, index = update.request_id.partition("#")
-            decode = self._decodes.get(request_id)
+            decode = self._decodes.get(update.request_id.partition("#")[0])
             if decode is None or decode.aborted:
                 continue
-            position = int(index or 0)
-            if update.new_tokens:
-                chunk = TokenChunk(request_id, update.new_tokens, position, update.logprobs)
-                self.runtime.send(decode.router_id, chunk)
-            if update.finish_reason is not None:
-                self._finished(decode, position, update)
+            if decode.accepted:
+                self._tell(decode, update)
+            else:  # a step may be faster than the way back of the call that admitted the request
+                decode.early.append(update)
+
+    def _tell(self, decode: _Decode, update: RequestUpdate) -> None:
+        request_id, _sep, index = update.request_id.partition("#")
+        position = int(index or 0)
+        if update.new_tokens:
+            chunk = TokenChunk(request_id, update.new_tokens, position, update.logprobs)
+            self.runtime.send(decode.router_id, chunk)
+        if update.finish_reason is not None:
+            self._finished(decode, position, update)
 
     def _finished(self, decode: _Decode, index: int, update: RequestUpdate) -> None:
         summary, reason = update.summary, update.finish_reason

@@ -62,9 +62,9 @@ HYBRID_LAYERS = ("sliding_attention", "short_conv", "gated_delta_net", "full_att
 
 
 def hybrid_config(
-    layer_types: Sequence[str] = HYBRID_LAYERS, windows: Sequence[int] = (6,), max_len: int = 512
+    layer_types: Sequence[str] = HYBRID_LAYERS, windows: Sequence[int] = (6,), **changes: int
 ) -> ModelConfig:
-    """A toy of our own family; ``windows`` in turn for the sliding layers."""
+    """A toy of our own family; ``windows`` in turn for the sliding layers, ``changes`` to its config.json."""
     sizes = iter(windows)
     return ModelConfig.from_json(
         {
@@ -76,13 +76,14 @@ def hybrid_config(
             "num_key_value_heads": 2,
             "head_dim": 8,
             "intermediate_size": 48,
-            "max_position_embeddings": max_len,
+            "max_position_embeddings": 512,
             "layer_types": list(layer_types),
             "layer_windows": [next(sizes) if kind == "sliding_attention" else None for kind in layer_types],
             "conv_kernel": 4,
             "delta_heads": 2,
             "delta_key_dim": 8,
             "delta_value_dim": 12,
+            **changes,
         }
     )
 

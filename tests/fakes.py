@@ -1,8 +1,9 @@
 """A runner without a model: deterministic tokens, scripted drafts, and a symbolic copy of the KV.
 
 Every slot remembers what it was computed from: the trunk's slot a digest of the tokens up to its position,
-module m's slot a digest of the tokens up to p+m+1. So each step can check that whatever the scheduler lets a
-request read (hits, forks, received blocks, what a window kept) is exactly what that request needs.
+module m's slot a digest of the tokens up to p+m+1, a block of recurrent state its position and a digest of
+the tokens before. So each step can check that whatever the scheduler lets a request read (hits, forks,
+received blocks, checkpoints, what a window kept) is exactly what that request needs.
 """
 
 import random
@@ -14,7 +15,7 @@ from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch, Sch
 from common.engine.engine import Engine
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.stopping import StopChecker
-from common.kv_cache.layout import NULL_BLOCK, KVLayout, build_layout
+from common.kv_cache.layout import NULL_BLOCK, KVLayout, RecurrentLayer, build_layout
 from common.kv_cache.manager import KVCacheManager
 from common.request import Request, SamplingParams
 
@@ -81,16 +82,16 @@ class FakeRunner:
         self.draft_rule = draft_rule
         self.batches: list[ScheduledBatch] = []
         self.kv: KVCacheManager | None = None  # set: writes to registered blocks are caught
-        self._slots: list[dict[tuple[int, int], Slot]] = [{} for _ in layout.groups]
+        self._slots: list[dict[tuple[int, int], Slot]] = [{} for _ in layout.kv_groups]
+        self._states: dict[int, tuple[int, int]] = {}  # block -> (positions it stands after, digest)
         self._carry_rows: dict[str, int] = {}
 
     def run(self, batch: ScheduledBatch) -> RunnerOutput:
         self.batches.append(batch)
-        size = self.layout.block_size
         for request_id in batch.forgotten:
             self._carry_rows.pop(request_id, None)
         for copy in batch.copies:
-            slots = self._slots[copy.group]
+            slots, size = self._slots[copy.group], self.layout.groups[copy.group].block_size
             for offset in range(size):
                 if (copy.source, offset) in slots:
                     slots[copy.destination, offset] = slots[copy.source, offset]
@@ -104,9 +105,14 @@ class FakeRunner:
 
     def receive(self, blocks: Mapping[int, Mapping[int, int]], tokens: Sequence[int], upto: int) -> None:
         """What a transfer would write: positions below ``upto`` of a prompt, unknown tokens left out."""
-        digests, size = chain(tokens), self.layout.block_size
+        digests = chain(tokens)
         for g, placed in blocks.items():
+            size = self.layout.groups[g].block_size
             for i, block in placed.items():
+                if g == len(self._slots):  # its running state at ``upto``, or a checkpoint before
+                    after = min((i + 1) * size, upto)
+                    self._states[block] = (after, digests[after - 1] if after else 0)
+                    continue
                 for p in range(i * size, min(upto, (i + 1) * size)):
                     self._slots[g][block, p % size] = Slot(digests[p], self._exact(digests, p))
 
@@ -124,7 +130,8 @@ class FakeRunner:
         first_row = self._first_row(entry.start, len(entry.known) - 1)
         rows = 1 if entry.handover_carry is not None else self._carry_rows.get(entry.request_id, 0)
         assert entry.start - first_row <= rows, f"{entry.request_id} starts without its carry"
-        for g, group in enumerate(self.layout.groups):
+        self._check_state(entry, digests)
+        for g, group in enumerate(self.layout.kv_groups):
             modules = [layer - self.layout.num_layers for layer in group.layers]
             if any(m < 0 for m in modules):
                 for p in _seen(entry.start, group.window):
@@ -135,14 +142,30 @@ class FakeRunner:
                     assert found == digests[p + m + 1], f"{entry.request_id}: module {m} slot {p}"
 
     def _at(self, g: int, entry: ScheduledRequest, p: int) -> Slot:
-        size = self.layout.block_size
+        size = self.layout.groups[g].block_size
         block = entry.tables[g][p // size]
         assert block != NULL_BLOCK, f"{entry.request_id} needs position {p} of group {g}, which is gone"
         return self._slots[g][block, p % size]
 
+    def _check_state(self, entry: ScheduledRequest, digests: Sequence[int]) -> None:
+        state, start = self.layout.state_group, entry.start
+        if state is not None and start:
+            block = entry.tables[-1][(start - 1) // state.block_size]
+            found = self._states.get(block)
+            assert found == (start, digests[start - 1]), f"{entry.request_id}: state at {start} is {found}"
+
+    def _write_states(self, entry: ScheduledRequest, digests: Sequence[int], end: int) -> None:
+        """The running state after ``end`` positions, and the checkpoints that were passed."""
+        state = self.layout.state_group
+        if state is None:
+            return
+        size = state.block_size
+        for after in (*range((entry.start // size + 1) * size, end, size), end):
+            self._states[entry.tables[-1][(after - 1) // size]] = (after, digests[after - 1])
+
     def _check_writes(self, batch: ScheduledBatch) -> None:
-        size = self.layout.block_size
-        for g in range(len(self.layout.groups)):
+        for g, group in enumerate(self.layout.groups):
+            size = group.block_size
             writer: dict[int, str] = {}
             registered = set(self.kv.pools[g].registered().values()) if self.kv is not None else set()
             for entry in batch.entries:
@@ -166,6 +189,7 @@ class FakeRunner:
         accepted = max(0, len(tokens) - 1)
         known += tokens
         end = start + entry.num_new + accepted
+        self._write_states(entry, chain(known), end)
         rows = end - self._first_row(start, before + accepted)
         rows += self._carry_rows.get(entry.request_id, 0)
         self._carry_rows[entry.request_id] = min(max(0, n - 1), rows)
@@ -179,8 +203,9 @@ class FakeRunner:
         return RequestOutput(tuple(tokens), accepted, drafts)
 
     def _write_trunk(self, entry: ScheduledRequest, tokens: Sequence[int]) -> None:
-        digests, size = chain(tokens), self.layout.block_size
+        digests = chain(tokens)
         for g, slots in enumerate(self._slots):
+            size = self.layout.groups[g].block_size
             for p in range(entry.start, entry.end):
                 empty: tuple[int | None, ...] = (None,) * self.num_modules
                 slots[entry.tables[g][p // size], p % size] = Slot(digests[p], empty)
@@ -190,8 +215,8 @@ class FakeRunner:
     ) -> None:
         """Rows F .. end-1 after the step, as 02-exactness 1 says; ``digests`` are of all known tokens
         and the new drafts (a slot written from one is right once that draft is accepted)."""
-        size = self.layout.block_size
         for g, slots in enumerate(self._slots):
+            size = self.layout.groups[g].block_size
             if self.layout.groups[g].layers[-1] < self.layout.num_layers:
                 continue  # no module here
             for p in range(self._first_row(entry.start, exact_upto), end):
@@ -225,12 +250,21 @@ def make_fake_engine(
     prefix_caching: bool = True,
     draft_rule: DraftRule = right,
     stop_checker: Callable[[Request], StopChecker] = StopChecker,
+    state_block_size: int = 0,
 ) -> tuple[Engine, FakeRunner]:
-    """``num_blocks`` usable blocks a group; ``windows`` of the trunk's layers."""
+    """``num_blocks`` usable blocks a group; ``windows`` of the trunk's layers; with ``state_block_size`` it
+    has a recurrent layer more."""
     if module_windows is None:
         module_windows = (None,) * num_modules
     layout = build_layout(
-        windows, module_windows, block_size=block_size, num_kv_heads=1, head_dim=1, dtype="float32"
+        windows,
+        module_windows,
+        block_size=block_size,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype="float32",
+        recurrent_layers=(RecurrentLayer(len(windows), (1, 1)),) if state_block_size else (),
+        state_block_size=state_block_size,
     )
     sizes = [num_blocks + 1] * len(layout.groups)
     kv = KVCacheManager(layout, sizes, BlockHasher(block_size, num_modules), prefix_caching)
@@ -247,6 +281,7 @@ def make_kv(
     module_windows: Sequence[int | None] | None = None,
     num_blocks: int = 64,
     block_size: int = 4,
+    state_block_size: int = 0,
 ) -> KVCacheManager:
     engine, _ = make_fake_engine(
         num_modules,
@@ -254,6 +289,7 @@ def make_kv(
         module_windows=module_windows,
         num_blocks=num_blocks,
         block_size=block_size,
+        state_block_size=state_block_size,
     )
     return engine.scheduler.kv
 

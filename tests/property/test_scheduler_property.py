@@ -128,7 +128,8 @@ class World:
             stuck: dict[int, tuple[int, ...]] = {}
             if self.rng.random() < 0.3:
                 late = [(g, i, b) for g, placed in wanted.items() for i, b in placed.items()]
-                late = [(g, i, b) for g, i, b in late if (i + 1) * self.block_size > arrived][:1]
+                groups = self.engine.scheduler.kv.groups
+                late = [(g, i, b) for g, i, b in late if (i + 1) * groups[g].block_size > arrived][:1]
                 stuck = {g: (b,) for g, _, b in late}
                 self.quarantined += [(g, b) for g, _, b in late]
             self.engine.kv_failed(request_id, arrived, stuck)
@@ -137,10 +138,6 @@ class World:
             self.runner.receive(wanted, request.token_ids, cut)
         carry = b"row" if how == "carry" and self.num_modules > 1 else None
         self.engine.kv_arrived(request_id, cut, carry)
-
-    @property
-    def block_size(self) -> int:
-        return self.engine.scheduler.kv.block_size
 
     def abort(self) -> None:
         ids = sorted(self.engine.scheduler.requests)
@@ -186,7 +183,7 @@ class World:
                 case BlockStored():
                     g = event.group_idx or 0
                     parent = event.parent_block_hash
-                    if groups[0].window is None:  # else a hand-over's first blocks are no node's to announce
+                    if groups[0].keeps_all:  # else a hand-over's first blocks are no node's to announce
                         assert parent is None or any(parent in seen for seen in self.announced)
                     assert not self.cached[g] & set(event.block_hashes), "announced twice"
                     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
@@ -238,7 +235,7 @@ class World:
                     assert not emitted or name in self.aborted
 
 
-def make_world(seed: int) -> World:
+def make_world(seed: int, recurrent: bool) -> World:
     rng = random.Random(seed)
     n = rng.choice((0, 1, 2, 4, 8))
     windows = rng.choice(((None,), (None, 6), (5,), (None, 3, 9)))
@@ -246,12 +243,14 @@ def make_world(seed: int) -> World:
     module_windows = [rng.choice(layer_kinds)] * n
     if n and rng.random() < 0.2:
         module_windows = [7] * n
+    num_blocks, block_size = rng.choice((14, 18, 26, 60)), rng.choice((1, 2, 4))
     engine, runner = make_fake_engine(
         n,
         windows=windows,
         module_windows=module_windows,
-        num_blocks=rng.choice((14, 18, 26, 60)),
-        block_size=rng.choice((1, 2, 4)),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        state_block_size=block_size * rng.choice((1, 2, 3)) if recurrent else 0,
         budget=rng.choice((n + 1, n + 3, 16, 64)),
         threshold=rng.choice((0, 0, n + 1)),
         max_num_seqs=rng.choice((1, 2, 4, 8)),
@@ -261,8 +260,8 @@ def make_world(seed: int) -> World:
     return World(rng, engine, runner, n)
 
 
-def run_world(seed: int) -> World:
-    world = make_world(seed)
+def run_world(seed: int, recurrent: bool = False) -> World:
+    world = make_world(seed, recurrent)
     for _ in range(world.rng.randint(5, 60)):
         world.act()
         if world.rng.random() < 0.1 and world.engine.scheduler.kv.prefix_caching:
@@ -280,15 +279,23 @@ def test_random_runs_end_with_the_right_tokens_and_a_whole_pool(chunk: int) -> N
         run_world(seed)
 
 
+@pytest.mark.parametrize("chunk", range(8))
+def test_random_runs_with_recurrent_state(chunk: int) -> None:
+    for seed in range(chunk * 20, chunk * 20 + 20):
+        run_world(seed, recurrent=True)
+
+
 @pytest.mark.slow
-def test_many_random_runs() -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_many_random_runs(recurrent: bool) -> None:
     for seed in range(1000, 4000):
-        run_world(seed)
+        run_world(seed, recurrent)
 
 
-def test_the_runs_cover_what_they_are_for() -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_the_runs_cover_what_they_are_for(recurrent: bool) -> None:
     """The generator reaches preemption, hits, forks, failures and accepted runs: else it proves little."""
-    worlds = [run_world(seed) for seed in range(200, 230)]
+    worlds = [run_world(seed, recurrent) for seed in range(200, 230)]
     requests = [r for w in worlds for r in w.originals]
     assert sum(r.num_preemptions for r in requests) > 10
     assert sum(r.num_cached_tokens > 0 for r in requests) > 20

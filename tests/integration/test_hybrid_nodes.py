@@ -1,0 +1,69 @@
+"""A random hybrid model from its checkpoint through real nodes: `verify` over the real hand-over.
+
+Its state group has larger blocks than attention, so the transfer moves blocks of three groups and two sizes.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.local_config import ClusterConfig, DefaultModelOptions
+from cli.verification import verify
+from common.config import EngineOptions
+from common.engine.build import build_engine
+from common.model.mtp import MtpConfig, MtpModules
+from common.model.weights import save_checkpoint, save_mtp, trunk_digest
+from tests.builders import hybrid_config, random_modules, random_trunk
+from tests.builders_tokenizer import byte_level_tokenizer
+
+N = 4
+WINDOWS = (None, 6, 9, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint, tokenizer and modules of a model whose state is larger than the KV of one block."""
+    path = tmp_path_factory.mktemp("hybrid")
+    tokenizer = byte_level_tokenizer()
+    config = hybrid_config(
+        vocab_size=tokenizer.get_vocab_size(), delta_heads=3, delta_key_dim=16, delta_value_dim=24
+    )
+    trunk = random_trunk(config=config)
+    save_checkpoint(path, trunk, torch.float32)
+    tokenizer.save(str(path / "tokenizer.json"))
+    drafted = random_modules(trunk, N, windows=WINDOWS)
+    told = MtpConfig(num_modules=N, trunk_digest=trunk_digest(path), windows=WINDOWS)
+    modules = MtpModules(told, trunk, None, torch.float32)
+    modules.load_state_dict(drafted.state_dict())
+    save_mtp(path / "mtp", modules, torch.float32)
+    return path
+
+
+def config_of(folder: Path) -> ClusterConfig:
+    return ClusterConfig(
+        model=DefaultModelOptions(model=str(folder), modules=str(folder / "mtp"), dtype="float32"),
+        engine=EngineOptions(block_size=4, num_blocks=200, max_num_batched_tokens=64, threads=1),
+    )
+
+
+def test_the_pair_is_exact_on_real_nodes(folder: Path) -> None:
+    config = config_of(folder)
+    layout = build_engine(config.model, config.engine).layout
+    assert [group.block_size for group in layout.groups] == [4, 4, 4, 12]
+    report = asyncio.run(verify(config, 20, 12, 0, "none"))
+    assert report.ok, report.describe()
+    assert report.hand_overs == 16  # prompts of fewer than N tokens leave nothing to hand over
+    assert report.transfer_failures == 0
+    assert report.tokens_differing == report.tokens_differing_without_speculation == 0
+    assert set(report.draft_kv_max_diff) == {"pair", "aggregated"}
+    assert 0 < max(report.draft_kv_max_diff.values()) < 1e-4
+    assert min(report.prefix_hits.values()) > 0
+
+
+def test_a_wrong_lookahead_is_seen_on_a_hybrid(folder: Path) -> None:
+    report = asyncio.run(verify(config_of(folder), 9, 8, 0, "lookahead"))
+    assert not report.ok
+    assert report.tokens_differing == 0
+    assert report.draft_kv_max_diff["pair"] > 1e-2 > report.draft_kv_max_diff["aggregated"]
