@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from common.engine.batch import ScheduledRequest
@@ -14,8 +16,9 @@ from common.engine.model_runner import ModelRunner
 from common.engine.speculator import Drafts, MtpSpeculator, Rows
 from common.engine.state_oracle import state_max_diff
 from common.kv_cache.storage import KVStorage
-from common.model.mtp import MtpModules
+from common.model.mtp import MtpConfig, MtpModules
 from common.model.transformer import Transformer
+from common.model.weights import save_checkpoint, save_mtp, trunk_digest
 from common.request import Request
 from tests.builders import (
     HYBRID_LAYERS,
@@ -26,6 +29,7 @@ from tests.builders import (
     random_modules,
     random_trunk,
 )
+from tests.builders_tokenizer import byte_level_tokenizer
 
 LIMIT = 1e-4  # fp32
 SEEN = 100 * LIMIT  # what a broken rule must at least show
@@ -128,3 +132,19 @@ def hybrid_model(num_modules: int, layers: tuple[str, ...] = HYBRID_LAYERS) -> H
     own = (None, WINDOWS[0], 11) if "sliding_attention" in layers else (None,)
     windows = [own[m % len(own)] for m in range(num_modules)]
     return HybridModel(trunk, random_modules(trunk, num_modules, windows=windows), num_modules)
+
+
+def save_hybrid(folder: Path, module_windows: Sequence[int | None]) -> None:
+    """A checkpoint with tokenizer, and modules in ``mtp``; its state is larger than the KV of 8 tokens."""
+    tokenizer = byte_level_tokenizer()
+    config = hybrid_config(
+        vocab_size=tokenizer.get_vocab_size(), delta_heads=3, delta_key_dim=16, delta_value_dim=24
+    )
+    trunk = random_trunk(config=config)
+    save_checkpoint(folder, trunk, torch.float32)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    count = len(module_windows)
+    told = MtpConfig(count, trunk_digest(folder), windows=tuple(module_windows))
+    modules = MtpModules(told, trunk, None, torch.float32)
+    modules.load_state_dict(random_modules(trunk, count, windows=module_windows).state_dict())
+    save_mtp(folder / "mtp", modules, torch.float32)

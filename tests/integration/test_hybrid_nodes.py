@@ -7,37 +7,20 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 
 from cli.local_config import ClusterConfig, DefaultModelOptions
 from cli.verification import verify
 from common.config import EngineOptions
 from common.engine.build import build_engine
-from common.model.mtp import MtpConfig, MtpModules
-from common.model.weights import save_checkpoint, save_mtp, trunk_digest
-from tests.builders import hybrid_config, random_modules, random_trunk
-from tests.builders_tokenizer import byte_level_tokenizer
+from tests.hybrids import save_hybrid
 
-N = 4
-WINDOWS = (None, 6, 9, None)
+WINDOWS = (None, 6, 9, None)  # of the N = 4 modules
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint, tokenizer and modules of a model whose state is larger than the KV of one block."""
     path = tmp_path_factory.mktemp("hybrid")
-    tokenizer = byte_level_tokenizer()
-    config = hybrid_config(
-        vocab_size=tokenizer.get_vocab_size(), delta_heads=3, delta_key_dim=16, delta_value_dim=24
-    )
-    trunk = random_trunk(config=config)
-    save_checkpoint(path, trunk, torch.float32)
-    tokenizer.save(str(path / "tokenizer.json"))
-    drafted = random_modules(trunk, N, windows=WINDOWS)
-    told = MtpConfig(num_modules=N, trunk_digest=trunk_digest(path), windows=WINDOWS)
-    modules = MtpModules(told, trunk, None, torch.float32)
-    modules.load_state_dict(drafted.state_dict())
-    save_mtp(path / "mtp", modules, torch.float32)
+    save_hybrid(path, WINDOWS)
     return path
 
 

@@ -85,6 +85,19 @@ def test_a_hybrid_without_recur_is_an_error() -> None:
         trunk(ids, torch.arange(3)[None], DenseAttention(trunk.config.layer_windows))
 
 
+def test_a_hybrid_can_be_trained() -> None:
+    """Gradients reach every parameter through both recurrences, and none is lost in a cast."""
+    trunk = random_trunk(config=hybrid_config()).requires_grad_(True)
+    ids = torch.tensor([random_prompt(20, 1), random_prompt(20, 2)])
+    dense = DenseAttention(trunk.config.layer_windows)
+    hidden = trunk(ids[:, :-1], torch.arange(19)[None], dense, DenseRecurrence())
+    loss = torch.nn.functional.cross_entropy(trunk.logits(hidden).flatten(0, 1), ids[:, 1:].flatten())
+    names, parameters = zip(*trunk.named_parameters(), strict=True)
+    for name, gradient in zip(names, torch.autograd.grad(loss, parameters), strict=True):
+        assert torch.isfinite(gradient).all(), name
+        assert gradient.abs().sum() > 0, name
+
+
 # ---- the engine's recurrence against the dense one ------------------------------------------------------
 
 

@@ -236,6 +236,21 @@ def test_states_of_a_request_come_and_go() -> None:
     assert len(outputs_of(request)) == 30
 
 
+@pytest.mark.parametrize("n", [0, 1, 4, 8])
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_checkpoint_leaves_before_it_could_be_registered(n: int, size: int) -> None:
+    """Blocks are final N-1 positions late: in decode, too, every checkpoint is kept so long."""
+    engine, _ = make_fake_engine(n, block_size=size, state_block_size=size, num_blocks=80)
+    request = fake_request(range(5), 50)
+    engine.add(request)
+    final = 0
+    while engine.has_work:
+        (update,) = engine.step().updates
+        final = update.final_upto
+    assert final == 55 - max(n, 1)
+    assert len(engine.scheduler.kv.pools[-1].registered()) == final // size
+
+
 def test_a_hand_over_wants_the_running_state_and_the_checkpoint_before_it() -> None:
     for n, length, wanted in ((4, 30, [2, 3]), (4, 28, [2, 3]), (4, 27, [1, 2]), (0, 25, [2]), (0, 5, [0])):
         engine, _ = make_fake_engine(n, block_size=4, state_block_size=8)
