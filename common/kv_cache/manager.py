@@ -32,6 +32,10 @@ class CacheStats:
     queries: int = 0
     hits: int = 0
 
+    def record(self, num_tokens: int, num_hit: int) -> None:
+        self.queries += num_tokens
+        self.hits += num_hit
+
 
 @dataclass
 class KVCacheManager:
@@ -62,10 +66,15 @@ class KVCacheManager:
         """Longest sequence that can be alone in the pools."""
         longest = max_model_len
         for pool, group in zip(self.pools, self.groups, strict=True):
-            usable = pool.num_blocks - 1
+            usable = pool.num_usable
             if group.window is None or usable < group.max_blocks(max_in_flight, longest):
                 longest = min(longest, usable * self.block_size)
         return longest
+
+    @property
+    def smallest_pool(self) -> int:
+        """Blocks that requests can own in the smallest group, quarantined ones left out."""
+        return min(pool.num_usable for pool in self.pools)
 
     def free_share(self) -> float:
         """Smallest free share over groups, 0..1."""
