@@ -15,7 +15,8 @@ from typing import Any
 from common.block_hash import BlockHasher
 from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch
 from common.engine.engine import Engine
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.rules import SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import build_layout
 from common.kv_cache.manager import KVCacheManager

@@ -32,6 +32,8 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting_tokens: int = 0  # tokens still to compute of everything admitted or queued
     free_blocks: int = 0  # smallest share over KV groups, in blocks of the first group
     total_blocks: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up and found, since start
+    prefix_cache_hits: int = 0
     num_drafts: int = 0  # since start: the acceptance counters
     num_draft_tokens: int = 0
     num_accepted: int = 0

@@ -157,6 +157,8 @@ class Metrics:
         self.gauge("kv_cache_blocks_free").set(load.free_blocks)
         used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
         self.gauge("kv_cache_usage_perc").set(used)
+        self.counter("prefix_cache_queries").inc(load.prefix_cache_queries - last.prefix_cache_queries)
+        self.counter("prefix_cache_hits").inc(load.prefix_cache_hits - last.prefix_cache_hits)
         self.counter("spec_decode_num_drafts").inc(load.num_drafts - last.num_drafts)
         self.counter("spec_decode_num_draft_tokens").inc(load.num_draft_tokens - last.num_draft_tokens)
         self.counter("spec_decode_num_accepted_tokens").inc(load.num_accepted - last.num_accepted)

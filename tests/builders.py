@@ -9,7 +9,8 @@ import torch
 from common.block_hash import BlockHasher
 from common.engine.engine import Engine
 from common.engine.model_runner import ModelRunner
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.rules import SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.speculator import MtpSpeculator
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import build_layout

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from common.block_hash import BlockHasher
 from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch, ScheduledRequest
 from common.engine.engine import Engine
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.rules import SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import NULL_BLOCK, KVLayout, RecurrentLayer, build_layout
 from common.kv_cache.manager import KVCacheManager

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.manager import BlockCopy
-from common.request import FinishReason, SamplingParams, TokenLogprob
+from common.request import FinishReason, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,18 @@ class StepOutput:
     forked: tuple[tuple[str, str], ...] = ()
     num_scheduled_tokens: int = 0
     preempted: tuple[str, ...] = field(default=())
+
+
+def summary_of(request: Request) -> RequestSummary:
+    """What the sequence has used so far."""
+    spec = request.spec
+    return RequestSummary(
+        request.num_prompt_tokens,
+        request.num_output_tokens,
+        request.num_cached_tokens,
+        spec.num_drafts,
+        spec.num_draft_tokens,
+        spec.num_accepted,
+        tuple(spec.accepted_per_pos),
+        tuple(spec.verified_per_pos),
+    )

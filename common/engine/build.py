@@ -10,7 +10,8 @@ from common.block_hash import BlockHasher
 from common.config import EngineOptions, ModelOptions
 from common.engine.engine import Engine
 from common.engine.model_runner import ModelRunner
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.rules import SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.speculator import MtpSpeculator
 from common.engine.stopping import StopChecker
 from common.errors import ConfigError
@@ -45,8 +46,7 @@ class BuiltEngine:
     @property
     def max_model_len(self) -> int:
         """Prompt and output; the pool's limit included."""
-        scheduler = self.engine.scheduler
-        return min(scheduler.config.max_model_len, scheduler.max_request_tokens)
+        return self.engine.scheduler.limit
 
 
 def build_engine(

@@ -165,6 +165,8 @@ class NodeRuntime:
             waiting_tokens=scheduler.waiting_tokens,
             free_blocks=int(scheduler.kv.free_share() * total),
             total_blocks=total,
+            prefix_cache_queries=scheduler.kv.stats.queries,
+            prefix_cache_hits=scheduler.kv.stats.hits,
             num_drafts=spec.num_drafts,
             num_draft_tokens=spec.num_draft_tokens,
             num_accepted=spec.num_accepted,

@@ -9,47 +9,21 @@ request is preempted: its blocks go, it waits, and is later recomputed from its 
 import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from common.engine.batch import (
     RequestOutput,
-    RequestSummary,
     RequestUpdate,
     RunnerOutput,
     ScheduledBatch,
     ScheduledRequest,
     StepOutput,
+    summary_of,
 )
+from common.engine.rules import SchedulerConfig, final_upto, is_pinned, next_share
 from common.engine.stopping import StopChecker
-from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooLong, ProtocolViolation
+from common.errors import CapacityError, InvalidRequest, PromptTooLong, ProtocolViolation
 from common.kv_cache.manager import KVCacheManager
 from common.request import FinishReason, Request, RequestState, SpecStats, sequences_of
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """``num_modules`` is N; ``max_model_len`` counts prompt and output."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    num_modules: int = 0
-    long_prefill_token_threshold: int = 0
-
-    def __post_init__(self) -> None:
-        chunk = self.max_chunk
-        if chunk < self.num_modules + 1:
-            raise ConfigError(
-                f"a step may hold {chunk} tokens (max_num_batched_tokens {self.max_num_batched_tokens}, "
-                f"long_prefill_token_threshold {self.long_prefill_token_threshold}), but N = "
-                f"{self.num_modules} MTP modules need at least {self.num_modules + 1}; raise the smaller one"
-            )
-
-    @property
-    def max_chunk(self) -> int:
-        """Most tokens of one prompt in one step."""
-        threshold = self.long_prefill_token_threshold
-        return min(self.max_num_batched_tokens, threshold) if threshold else self.max_num_batched_tokens
 
 
 class Scheduler:
@@ -76,7 +50,8 @@ class Scheduler:
         self._forgotten: list[str] = []
         self._preempted: list[str] = []
         self.stats = SpecStats()
-        self.max_request_tokens = kv.max_request_tokens(config.max_num_batched_tokens, config.max_model_len)
+        self._failed: list[RequestUpdate] = []
+        self.limit = self._longest()  # prompt and output, as the pools were at the start
 
     # ---- requests come and go ---------------------------------------------------------------------------
 
@@ -95,7 +70,7 @@ class Scheduler:
         hit = self.kv.match(request, cut)
         self.kv.adopt(request, hit)
         # Should the carry row be lost, D starts at L-N: window blocks are kept (and shipped) from there on.
-        start = min(cut, max(0, request.num_tokens - max(self.config.num_modules, 1)))
+        start = min(cut, max(0, request.num_tokens - self.config.tail))
         headroom = self._num_seated
         seats = self._seats - headroom
         room = self.kv.fits(request, request.num_tokens + 1, headroom, self.config.max_num_batched_tokens)
@@ -106,7 +81,7 @@ class Scheduler:
                 f"no room to reserve {request.num_tokens} tokens "
                 f"({self.kv.pools[0].num_free} blocks of {self.kv.block_size} free, {seats} seats)"
             )
-        request.num_cached_tokens = hit
+        self._count_hit(request, hit)
         request.state = RequestState.RECEIVING_KV
         self._receiving_ids.add(request.request_id)
         return hit
@@ -125,7 +100,7 @@ class Scheduler:
         request = self._receiving(request_id)
         if request is None:
             return
-        leave = max(self.config.num_modules, 1)
+        leave = self.config.tail
         if carry is None and upto > request.num_tokens - leave:
             start = self.kv.restart_point(request, request.num_tokens - leave)
             if start is None:
@@ -146,7 +121,7 @@ class Scheduler:
         if request is None:
             return
         self.kv.quarantine(request, quarantined)
-        leave = max(self.config.num_modules, 1)
+        leave = self.config.tail
         self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - leave)))
         self._receiving_ids.remove(request_id)
         self._restart(request)
@@ -172,22 +147,33 @@ class Scheduler:
     def _admit(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use")
+        if "#" in request.request_id:
+            raise InvalidRequest(f"request id {request.request_id!r} has a '#', which names forked sequences")
         if not request.token_ids:
             raise InvalidRequest("the prompt is empty; give at least one token", param="prompt")
-        limit = min(self.config.max_model_len, self.max_request_tokens)
+        limit = self._longest()
         room = request.num_tokens + (0 if request.stop_at is not None else 1)
         if room > limit:
             raise PromptTooLong(
                 f"prompt has {request.num_tokens} tokens, this node serves at most {limit} with its output "
-                f"(model {self.config.max_model_len}, pool {self.max_request_tokens}); shorten the prompt"
+                f"(the model's limit is {self.config.max_model_len}, the KV pool may hold less); "
+                "shorten the prompt"
             )
-        if _is_pinned(request) and request.end > self.kv.max_pinned_tokens:
+        if is_pinned(request) and request.end > self.kv.max_pinned_tokens:
             raise PromptTooLong(
                 f"a prefill of {request.end} tokens holds all its blocks, and a KV group here has blocks "
                 f"for {self.kv.max_pinned_tokens}; shorten the prompt or raise kv_cache_mib"
             )
         self.requests[request.request_id] = request
         self._stop_checkers[request.request_id] = self._make_stop_checker(request)
+
+    def _longest(self) -> int:
+        """Longest sequence that the model allows and the pools, as they are now, can hold alone."""
+        config = self.config
+        return min(
+            config.max_model_len,
+            self.kv.max_request_tokens(config.max_num_batched_tokens, config.max_model_len),
+        )
 
     def _receiving(self, request_id: str) -> Request | None:
         request = self.requests.get(request_id)
@@ -242,9 +228,9 @@ class Scheduler:
         for request in order:
             if budget <= 0:
                 break
-            if request.state is RequestState.WAITING:
-                continue  # preempted a moment ago
-            num_new, drafts = self._share(request, budget)
+            if request.state in (RequestState.WAITING, RequestState.FINISHED):
+                continue  # preempted a moment ago, or given up
+            num_new, drafts = next_share(request, budget, self.config, self.limit)
             if num_new <= 0:
                 continue
             if request.state is RequestState.READY:  # one that finds no budget stays ready: first next time
@@ -276,26 +262,6 @@ class Scheduler:
     def _num_seated(self) -> int:
         return len(self.running) + len(self.ready)
 
-    def _share(self, request: Request, budget: int) -> tuple[int, tuple[int, ...]]:
-        """(known tokens, drafts) of the request's next piece of work within ``budget``."""
-        todo = request.end - request.num_computed
-        num_new = min(todo, budget, self.config.max_chunk)
-        if num_new == todo:
-            if request.stop_at is not None:
-                return num_new, ()
-            # A step that verifies n drafts may emit n + 1 tokens: never past the request's own end.
-            left = min(
-                request.sampling.max_tokens - request.num_output_tokens,
-                min(self.config.max_model_len, self.max_request_tokens) - request.num_tokens,
-            )
-            room = max(0, min(budget - num_new, left - 1))
-            return num_new, request.drafts[:room]
-        # Reserve rule (02-exactness 2): a chunk ends the prompt or leaves at least N known tokens.
-        remaining = request.num_tokens - request.num_computed - num_new
-        if 0 < remaining < self.config.num_modules:
-            num_new -= self.config.num_modules - remaining
-        return num_new, ()
-
     def _make_room(
         self, request: Request, upto: int, order: Sequence[Request], entries: Mapping[str, ScheduledRequest]
     ) -> bool:
@@ -305,14 +271,31 @@ class Scheduler:
                 (
                     r
                     for r in reversed(order)
-                    if r.state is RequestState.RUNNING and r.request_id not in entries and not _is_pinned(r)
+                    if r.state is RequestState.RUNNING and r.request_id not in entries and not is_pinned(r)
                 ),
                 request,
             )
+            if victim is request and self._alone(request):
+                self._give_up(request)
+                return False
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _alone(self, request: Request) -> bool:
+        """Nothing else will ever give blocks back: starting again would end at the same place."""
+        others = self._num_seated + len(self._receiving_ids) + len(self._held_ids)
+        return others == 1 and request in self.running
+
+    def _give_up(self, request: Request) -> None:
+        """The pool has shrunk below what this request needs (quarantined blocks): it ends with an error."""
+        self.running.remove(request)
+        update = RequestUpdate(
+            request.request_id, finish_reason=FinishReason.ERROR, summary=summary_of(request)
+        )
+        self._finish(request, FinishReason.ERROR)
+        self._failed.append(update)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -326,13 +309,11 @@ class Scheduler:
         if not request.tables:
             hit = self.kv.match(request)
             self.kv.adopt(request, hit)
-            if request.num_output_tokens == 0:
-                request.num_cached_tokens = hit
         headroom = self._num_seated
-        num_new, _ = self._share(request, budget)
+        num_new, _ = next_share(request, budget, self.config, self.limit)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
         alone = not (headroom or self._receiving_ids or self._held_ids)
-        upto = request.end if _is_pinned(request) else request.num_computed + num_new
+        upto = request.end if is_pinned(request) else request.num_computed + num_new
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
             self.kv.free(request)
             request.num_computed = 0
@@ -340,7 +321,13 @@ class Scheduler:
         self.waiting.remove(request)
         request.state = RequestState.RUNNING
         self.running.append(request)
+        if request.num_output_tokens == 0:
+            self._count_hit(request, request.num_computed)
         return num_new
+
+    def _count_hit(self, request: Request, hit: int) -> None:
+        request.num_cached_tokens = hit
+        self.kv.stats.record(request.num_tokens, hit)
 
     def _entry(self, request: Request, num_new: int, drafts: tuple[int, ...]) -> ScheduledRequest:
         samples = request.stop_at is None and request.num_computed + num_new == request.num_tokens
@@ -362,7 +349,7 @@ class Scheduler:
     def apply(self, batch: ScheduledBatch, output: RunnerOutput) -> StepOutput:
         """Appends tokens, ends requests, registers final blocks. Call before the next `schedule`."""
         self.kv.copies_done(batch.copies)
-        updates: list[RequestUpdate] = []
+        updates, self._failed = self._failed, []
         forked: list[tuple[str, str]] = []
         for entry, result in zip(batch.entries, output.outputs, strict=True):
             request = self.requests.get(entry.request_id)
@@ -380,7 +367,8 @@ class Scheduler:
         tokens: tuple[int, ...] = ()
         reason: FinishReason | None = None
         if entry.samples:
-            tokens, reason = self._append(request, result.tokens)
+            checker = self._stop_checkers[request.request_id]
+            tokens, reason = checker.append(result.tokens, self.limit)
             verified, accepted = len(entry.drafts), result.num_accepted
             if len(tokens) < len(result.tokens):  # nothing past the end counts, verified or not
                 verified, accepted = min(verified, len(tokens)), min(accepted, len(tokens))
@@ -390,7 +378,7 @@ class Scheduler:
             request.drafts = result.next_drafts
         elif request.stop_at == request.num_computed:
             reason = FinishReason.CUT
-        final = self.final_upto(request)
+        final = final_upto(request, self.config.num_modules)
         self.kv.register_final(request, final)
         update = RequestUpdate(
             request.request_id,
@@ -423,7 +411,7 @@ class Scheduler:
         """
         children = []
         prompt_len = parent.num_tokens
-        shared = max(0, prompt_len - max(self.config.num_modules, 1))
+        shared = max(0, prompt_len - self.config.tail)
         start = max(entry.start, shared)
         for child in sequences_of(parent):
             self.requests[child.request_id] = child
@@ -439,31 +427,6 @@ class Scheduler:
             children.append(child)
         parent.num_sequences = 1
         return children
-
-    def final_upto(self, request: Request) -> int:
-        """Positions below it are never written again (02-exactness 3)."""
-        n = self.config.num_modules
-        if n == 0:
-            return request.num_computed
-        return max(0, min(request.num_computed, request.num_tokens - n))
-
-    def _append(
-        self, request: Request, tokens: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Appends tokens up to the first that ends the request; nothing past it is kept."""
-        checker = self._stop_checkers[request.request_id]
-        limit = min(self.config.max_model_len, self.max_request_tokens)
-        for i, token in enumerate(tokens):
-            request.token_ids.append(token)
-            reason = checker.check(token)
-            if reason is None and (
-                request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= limit
-            ):
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                request.stop_string = checker.stop_string
-                return tokens[: i + 1], reason
-        return tokens, None
 
     # ---- checks and figures -----------------------------------------------------------------------------
 
@@ -500,22 +463,3 @@ class Scheduler:
             if request.state is RequestState.WAITING:
                 assert not any(request.tables), f"{request!r} waits and owns blocks"
         self.kv.check_invariants(self.requests.values())
-
-
-def _is_pinned(request: Request) -> bool:
-    """A prefill whose blocks a transfer may be reading: it owns all of them from its start and keeps them."""
-    return request.stop_at is not None and request.hold_blocks
-
-
-def summary_of(request: Request) -> RequestSummary:
-    spec = request.spec
-    return RequestSummary(
-        request.num_prompt_tokens,
-        request.num_output_tokens,
-        request.num_cached_tokens,
-        spec.num_drafts,
-        spec.num_draft_tokens,
-        spec.num_accepted,
-        tuple(spec.accepted_per_pos),
-        tuple(spec.verified_per_pos),
-    )

@@ -3,7 +3,7 @@
 Called for every token before it counts, so a stop inside an accepted run drops what follows it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from common.detokenizer import IncrementalDetokenizer
 from common.request import FinishReason, Request
@@ -42,6 +42,24 @@ class StopChecker:
         if self._matcher.matched is not None or token in self._ends:
             return FinishReason.STOP
         return None
+
+    def append(self, tokens: Sequence[int], limit: int) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends ``tokens`` to the request up to the first that ends it; nothing past it is kept.
+
+        ``limit`` is the longest sequence the engine holds.
+        """
+        request = self._request
+        for i, token in enumerate(tokens):
+            request.token_ids.append(token)
+            reason = self.check(token)
+            if reason is None and (
+                request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= limit
+            ):
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                request.stop_string = self.stop_string
+                return tuple(tokens[: i + 1]), reason
+        return tuple(tokens), None
 
     def _match(self, token: int, count: int) -> None:
         if self._detokenizer is not None:

@@ -28,6 +28,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be owned: all but the null block and those in quarantine."""
+        return self.num_blocks - 1 - len(self._quarantined)
+
     def allocate(self, count: int) -> tuple[list[int], list[bytes]]:
         """``count`` blocks, now owned once by the caller, and the hashes that were evicted for them.
 

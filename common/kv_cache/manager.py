@@ -33,6 +33,10 @@ class CacheStats:
     queries: int = 0
     hits: int = 0
 
+    def record(self, num_tokens: int, num_hit: int) -> None:
+        self.queries += num_tokens
+        self.hits += num_hit
+
 
 @dataclass
 class KVCacheManager:
@@ -67,16 +71,16 @@ class KVCacheManager:
         """Longest sequence that can be alone in the pools."""
         longest = max_model_len
         for pool, group in zip(self.pools, self.groups, strict=True):
-            usable = pool.num_blocks - 1
+            usable = pool.num_usable
             if group.keeps_all or usable < group.max_blocks(max_in_flight, longest):
                 longest = min(longest, usable * group.block_size)
         return longest
 
     @property
     def max_pinned_tokens(self) -> int:
-        """Longest prefill that can own all its blocks at once."""
+        """Longest prefill that can own all its blocks at once, quarantined ones left out."""
         return min(
-            (p.num_blocks - 1) * group.block_size for p, group in zip(self.pools, self.groups, strict=True)
+            pool.num_usable * group.block_size for pool, group in zip(self.pools, self.groups, strict=True)
         )
 
     def free_share(self) -> float:

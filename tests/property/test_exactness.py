@@ -463,7 +463,7 @@ def test_control_hand_over(n: int, control: type[MtpSpeculator]) -> None:
 
 
 @pytest.mark.parametrize("early", ["num_computed", "one block more"])
-def test_control_registering_too_early_is_seen(early: str) -> None:
+def test_control_registering_too_early_is_seen(early: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is registered before it is final gives its reader draft KV of another continuation."""
     n = 4
     m = model(n, None)
@@ -474,10 +474,10 @@ def test_control_registering_too_early_is_seen(early: str) -> None:
         if patched:
             add = 0 if early == "num_computed" else 4
 
-            def final_upto(request: Request) -> int:
+            def too_early(request: Request, num_modules: int) -> int:
                 return min(request.num_computed + add, request.num_tokens)
 
-            scheduler.final_upto = final_upto  # type: ignore[method-assign]
+            monkeypatch.setattr("common.engine.scheduler.final_upto", too_early)
             # The reader's hash must not cover what it may not know: plain hashes find the early block.
             scheduler.kv.hasher = type(scheduler.kv.hasher)(4, 0)
         seen = 0.0

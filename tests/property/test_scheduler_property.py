@@ -228,7 +228,7 @@ class World:
                 stops = [i for i, t in enumerate(truth) if t in request.sampling.stop_token_ids]
                 truth = truth[: stops[0] + 1] if stops else truth
                 if name in self.ended:
-                    limit = self.engine.scheduler.max_request_tokens
+                    limit = self.engine.scheduler.limit
                     assert emitted == truth[: limit - len(prompt)], name
                 else:  # aborted on the way, or never began
                     assert emitted == truth[: len(emitted)]

@@ -43,7 +43,7 @@ def make_spans(lengths: Sequence[tuple[int, int]], block_size: int, rng: random.
 
 
 def expected(storage: KVStorage, spans: Sequence[Span], q: Tensor, layer: int) -> Tensor:
-    spec = storage.layout.groups[0]
+    spec = storage.layout.kv_groups[0]
     return reference.paged_attention(
         q,
         storage.rows(0),
@@ -58,7 +58,7 @@ def expected(storage: KVStorage, spans: Sequence[Span], q: Tensor, layer: int) -
 
 
 def fast(storage: KVStorage, spans: Sequence[Span], q: Tensor, layer: int) -> Tensor:
-    spec = storage.layout.groups[0]
+    spec = storage.layout.kv_groups[0]
     plan = plan_group(spec, storage.block_rows(0), 0, spans)
     return paged_attention(
         q,
@@ -137,7 +137,7 @@ def test_what_a_window_cannot_see_may_be_null() -> None:
 def test_store_writes_its_layer_and_nothing_else() -> None:
     storage = make_storage(4, 2, 8, None, 10)
     before = storage.rows(0).clone()
-    spec = storage.layout.groups[0]
+    spec = storage.layout.kv_groups[0]
     spans = make_spans([(3, 4), (0, 2)], 4, random.Random(5))
     plan = plan_group(spec, storage.block_rows(0), 0, spans)
     k, v = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
@@ -167,7 +167,7 @@ def test_pads_write_to_the_null_block_only() -> None:
 def test_block_bytes_are_the_rows() -> None:
     storage = make_storage(4, 2, 8, None, 5)
     raw = storage.block_bytes(0)
-    assert raw.shape == (6, storage.layout.groups[0].block_bytes)
+    assert raw.shape == (6, storage.layout.kv_groups[0].block_bytes)
     raw[2] = 0
     n = storage.block_rows(0)
     assert not storage.rows(0)[2 * n : 3 * n].any()

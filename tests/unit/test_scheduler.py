@@ -5,7 +5,7 @@ import pytest
 
 from common.detokenizer import IncrementalDetokenizer
 from common.engine.engine import Engine
-from common.engine.scheduler import SchedulerConfig
+from common.engine.rules import SchedulerConfig
 from common.engine.stopping import StopChecker
 from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooLong, ProtocolViolation
 from common.kv_events import BlockStored
@@ -232,7 +232,7 @@ def test_requests_that_can_never_run_are_refused() -> None:
     engine, _ = make_fake_engine(2, num_blocks=5, max_model_len=100)
     with pytest.raises(InvalidRequest, match="prompt is empty"):
         engine.add(fake_request([]))
-    with pytest.raises(PromptTooLong, match=r"20 tokens, .* at most 20 .*model 100, pool 20"):
+    with pytest.raises(PromptTooLong, match=r"20 tokens, .* at most 20 .*model's limit is 100"):
         engine.add(fake_request(range(20)))
     engine.add(fake_request(range(19)))
     with pytest.raises(InvalidRequest, match="'r' is already in use"):
@@ -561,3 +561,27 @@ def test_waiting_tokens_and_counts() -> None:
     engine.step()
     assert engine.scheduler.waiting_tokens == 1 + 7
     assert engine.scheduler.count_by_state() == {"running": 1, "waiting": 1}
+
+
+def test_a_lone_request_that_a_shrunken_pool_cannot_hold_gets_an_answer() -> None:
+    """Quarantine takes blocks away while it runs: it would preempt itself for ever, so it ends."""
+    engine, _ = make_fake_engine(2, num_blocks=8, max_model_len=100)
+    request = fake_request(range(1, 9), max_tokens=30)
+    engine.add(request)
+    engine.step()
+    pool = engine.scheduler.kv.pools[0]
+    blocks, _evicted = pool.allocate(3)
+    for block in blocks:
+        pool.quarantine(block)
+    for _ in range(40):
+        updates = engine.step().updates
+        engine.check_invariants()
+        if any(update.finish_reason is FinishReason.ERROR for update in updates):
+            break
+    assert request.state is RequestState.FINISHED
+    assert request.finish_reason is FinishReason.ERROR
+    assert not engine.has_work
+    with pytest.raises(PromptTooLong):  # and who comes later is told before
+        engine.add(fake_request(range(1, 21)))
+    pool.release_quarantine(blocks)
+    assert pool.num_free == pool.num_usable
