@@ -57,6 +57,13 @@ class ExtraKeys:
     prompt_embeddings: PromptEmbeddings | None = None
     lora_path: str = ""
 
+    @classmethod
+    def of(cls, lora_name: str | None, cache_salt: str | None) -> "ExtraKeys | None":
+        """The keys of a text request, None where it has none."""
+        if lora_name is None and not cache_salt:
+            return None
+        return cls(lora_name=lora_name, cache_salt=cache_salt)
+
     def __post_init__(self) -> None:
         items = tuple(sorted(self.multimodal, key=lambda item: item.offset))
         for left, right in itertools.pairwise(items):

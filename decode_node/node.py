@@ -18,8 +18,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from common.engine.batch import RequestUpdate, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
@@ -40,7 +38,7 @@ from common.messages import (
 from common.request import Request
 from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome, enter_in_order
 from decode_node.config import DecodeConfig
-from kv_transfer.plan import GroupPool, KvPools
+from kv_transfer.engine_pools import fingerprint_of, pools_of
 from kv_transfer.receiver import KvReceiver
 
 logger = logging.getLogger(__name__)
@@ -70,14 +68,7 @@ class DecodeNode:
         role = "both" if config.decode.aggregated else "decode"
         self.runtime = NodeRuntime(role, config.model, config.engine, config.node, config.log, built)
         built = self.runtime.built
-        pools = KvPools(
-            tuple(
-                GroupPool(built.storage.block_bytes(g), group.block_size)
-                for g, group in enumerate(built.layout.groups)
-            )
-        )
-        fingerprint = msgspec.json.encode(built.fingerprint, order="sorted").decode()
-        self.receiver = KvReceiver(pools, fingerprint, config.transfer)
+        self.receiver = KvReceiver(pools_of(built), fingerprint_of(built), config.transfer)
         self._decodes: dict[str, _Decode] = {}
         self._admission_timeout_s = config.decode.admission_timeout_s
         self._admission = AdmissionQueue(self._decide, self._settled, self._is_gone)
@@ -125,7 +116,7 @@ class DecodeNode:
             message.sampling,
             priority=message.priority,
             num_sequences=message.n,
-            extra_keys=_extra_keys(message),
+            extra_keys=ExtraKeys.of(message.lora_name, message.cache_salt),
             lora_name=message.lora_name,
             arrival_time_s=asyncio.get_running_loop().time(),
             num_prompt_tokens=message.num_prompt_tokens or len(message.token_ids),
@@ -287,12 +278,6 @@ class DecodeNode:
 
 def _sequence_id(request_id: str, index: int) -> str:
     return request_id if index == 0 else f"{request_id}#{index}"
-
-
-def _extra_keys(message: DecodeRequest) -> ExtraKeys | None:
-    if message.cache_salt is None and message.lora_name is None:
-        return None
-    return ExtraKeys(lora_name=message.lora_name, cache_salt=message.cache_salt)
 
 
 async def serve(config: DecodeConfig) -> None:

@@ -14,8 +14,6 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-import msgspec
-
 from common.engine.batch import RequestSummary, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
@@ -34,7 +32,7 @@ from common.messages import (
     TransferAddress,
 )
 from common.request import Request, SamplingParams
-from kv_transfer.plan import GroupPool, KvPools
+from kv_transfer.engine_pools import fingerprint_of, pools_of
 from kv_transfer.sender import KvSender
 from prefill_node.config import PrefillConfig
 
@@ -69,15 +67,7 @@ class PrefillNode:
         self.runtime = NodeRuntime("prefill", config.model, config.engine, config.node, config.log, built)
         self.config = config
         built = self.runtime.built
-        layout = built.layout
-        pools = KvPools(
-            tuple(
-                GroupPool(built.storage.block_bytes(g), group.block_size)
-                for g, group in enumerate(layout.groups)
-            )
-        )
-        fingerprint = msgspec.json.encode(built.fingerprint, order="sorted").decode()
-        self.sender = KvSender(pools, fingerprint, config.transfer, self._released)
+        self.sender = KvSender(pools_of(built), fingerprint_of(built), config.transfer, self._released)
         self._prefills: dict[str, _Prefill] = {}  # by request id
         self._by_transfer: dict[str, _Prefill] = {}
         self._offered_upto: dict[str, int] = {}  # engine thread: positions offered so far
@@ -150,7 +140,7 @@ class PrefillNode:
             stop_at=message.cut,
             hold_blocks=True,
             priority=message.priority,
-            extra_keys=_extra_keys(message),
+            extra_keys=ExtraKeys.of(message.lora_name, message.cache_salt),
             lora_name=message.lora_name,
             arrival_time_s=asyncio.get_running_loop().time(),
         )
@@ -228,12 +218,6 @@ class PrefillNode:
 
     def _is_idle(self) -> bool:
         return not self._prefills
-
-
-def _extra_keys(message: PrefillRequest) -> ExtraKeys | None:
-    if message.cache_salt is None and message.lora_name is None:
-        return None
-    return ExtraKeys(lora_name=message.lora_name, cache_salt=message.cache_salt)
 
 
 async def serve(config: PrefillConfig) -> None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from common.model.mtp import MtpModules
 from common.model.mtp_config import MtpConfig
-from common.model.weights import load_transformer, save_mtp, trunk_digest
+from common.model.weights import load_mtp, load_transformer, save_mtp, trunk_digest
 from kernels.rms_norm import rms_norm
 from scripts.train_eval import agreement, attention_for
 from scripts.train_features import Recorded, load_shards
@@ -32,6 +32,9 @@ HARD_WEIGHT = 0.5
 DECAY = 0.8  # of the loss weight from one module to the next
 POOL = 128  # sequences among which batches of similar length are formed
 CONSTANT = 0.3  # share of a stage at the peak learning rate
+WARMUP_STEPS = 6
+EMBED_SHARE = 0.1  # of the embedding in a module's input at the start
+SOFTNESS = 0.4  # scale of the first module norm: the copied block is sure of the wrong position
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,13 @@ class Recipe:
     draft_head: bool = False  # a head of the modules' own, started from the trunk's rows
     first_s: float = 600.0  # wall seconds for module 0 alone
     chained_s: float = 600.0  # wall seconds for all modules
-    first_lr: float = 3e-3
-    chained_lr: float = 2e-3
+    first_lr: float = 5e-3
+    chained_lr: float = 3e-3
     adamw_scale: float = 0.3  # AdamW's rate (norms, own head) relative to Muon's
     batch_tokens: int = 2048
     prompt_weight: float = 0.1  # of the loss at positions that predict prompt tokens
     weight_decay: float = 0.02
+    dropout: float = 0.0  # of the hidden states a module reads; against learning a small corpus by heart
     compile: bool = False  # torch.compile; needs a C++ compiler, about 1.6 times as fast
     seed: int = 0
 
@@ -124,7 +128,7 @@ class Distillation:
         vocab = modules.draft_vocab if modules.draft_vocab is not None else torch.arange(len(counts))
         self.weights = counts[vocab] + 1.0  # [Vd]
         self.index_of = torch.full((len(counts),), -1).index_copy_(0, vocab, torch.arange(len(vocab)))
-        self.vocab, self.loss_rows = vocab, recipe.loss_rows
+        self.vocab, self.loss_rows, self.dropout = vocab, recipe.loss_rows, recipe.dropout
         compiled = recipe.compile
         self.module_loss = torch.compile(self._module_loss, dynamic=True) if compiled else self._module_loss
 
@@ -170,11 +174,31 @@ class Distillation:
         want: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        state = F.dropout(state, self.dropout) if self.dropout else state
         state = self.modules.forward_module(m, state, following, positions, self.attend)
         normed = rms_norm(state, self.modules.module(m).norm, self.modules.trunk.config.rms_norm_eps)
         logits = F.linear(normed, head)
         loss = (1 + HARD_WEIGHT) * logits.logsumexp(-1) - (want * logits).sum(-1)
         return state, (loss * weight).sum() / weight.sum()
+
+
+@torch.no_grad()
+def initialise(modules: MtpModules, records: list[Recorded]) -> None:
+    """Every module starts as the trunk's last block over a residual stream of unit size.
+
+    The trunk's own stream is far larger (a root mean square of about 30 for SmolLM2), so the block's outputs
+    are divided by it: the final norm makes that the same function, at a size where Muon's steps count.
+    """
+    modules.init_from_trunk()
+    sizes = torch.cat([r.hidden.float().square().mean(-1).sqrt() for r in records[:50]])
+    eye = torch.eye(modules.trunk.config.hidden_size)
+    for m in range(modules.num_modules):
+        module = modules.module(m)
+        module.hidden_norm.fill_(1.0)
+        module.proj.copy_(torch.cat((eye, EMBED_SHARE * eye), 1))
+        module.block.o_weight.div_(sizes.median())
+        module.block.down_weight.div_(sizes.median())
+        module.norm.mul_(SOFTNESS)
 
 
 class Run:
@@ -232,7 +256,7 @@ class Run:
                 batch = next(source)
                 loss = loss_of(batch)
                 torch.autograd.backward(loss)
-                lr = learning_rate(peak, self.step, self.used_s / budget_s, CONSTANT)
+                lr = learning_rate(peak, self.step, self.used_s / budget_s, CONSTANT, WARMUP_STEPS)
                 optimiser.step(lr, self.recipe.adamw_scale)
                 self.step, self.tokens = self.step + 1, self.tokens + batch.ids.numel()
                 now = time.monotonic()
@@ -281,6 +305,7 @@ def main() -> None:
     parser.add_argument("trunk", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--start", type=Path, help="modules folder of an earlier run to go on from")
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
@@ -289,6 +314,7 @@ def main() -> None:
             parser.add_argument(flag, type=type(value) if value is not None else int, default=value)
     args = vars(parser.parse_args())
     folder, data, out = args.pop("trunk"), args.pop("data"), args.pop("out")
+    start: Path | None = args.pop("start")
     recipe = Recipe(**args)
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
@@ -307,7 +333,11 @@ def main() -> None:
         recipe=asdict(recipe),
     )
     modules = MtpModules(config, trunk, vocab)
-    modules.init_from_trunk()
+    if start is None:
+        initialise(modules, load_shards(data, "train"))
+    else:
+        earlier = load_mtp(start, trunk, "float32", config.trunk_digest)
+        modules.modules_list.load_state_dict(earlier.modules_list.state_dict())
     Run(modules, recipe, counts, data, out).run()
 
 

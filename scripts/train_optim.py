@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from common.model.transformer import DecoderBlock
 
-WARMUP_STEPS = 60
 FLOOR = 0.03  # of the peak learning rate, at the end
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Newton-Schulz coefficients of the published Muon
 
 
-def learning_rate(peak: float, step: int, progress: float, constant: float) -> float:
+def learning_rate(peak: float, step: int, progress: float, constant: float, warmup_steps: int = 60) -> float:
     """Linear warm-up, `peak` until `progress` reaches `constant` (both 0..1), then down to FLOOR at 1."""
     left = 1.0 if progress < constant else (1 - progress) / (1 - constant) * (1 - FLOOR) + FLOOR
-    return peak * min(1.0, (step + 1) / WARMUP_STEPS) * left
+    return peak * min(1.0, (step + 1) / warmup_steps) * left
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ PEAK_LR = 4e-3
 WEIGHT_DECAY = 0.05
 CONSTANT = 0.45  # share of the run at the peak learning rate
 LENGTHS = ((0.0, 256), (0.72, 512), (0.92, 1024))  # (from this progress on, window length)
+COMPILED_LENGTHS = (256, 512)  # for the few steps of the last one, compiling costs more than it saves
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
     "{{ '<|endoftext|>' if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
@@ -140,7 +141,8 @@ class Run:
             while self.progress.used_s < self.budget_s:
                 done = self.progress.used_s / self.budget_s
                 length = [length for begin, length in LENGTHS if done >= begin][-1]
-                loss = self.loss_of(windows(self.train, length, BATCH_TOKENS // length, generator))
+                loss_of = self.loss_of if length in COMPILED_LENGTHS else self._loss
+                loss = loss_of(windows(self.train, length, BATCH_TOKENS // length, generator))
                 torch.autograd.backward(loss)
                 self.optimiser.step(learning_rate(PEAK_LR, self.progress.step, done, CONSTANT))
                 average = 0.95 * average + 0.05 * loss.item() if average else loss.item()

@@ -14,6 +14,7 @@ from common.model.mtp import MtpModules
 from common.model.mtp_config import MtpConfig
 from common.model.transformer import DecoderBlock, Transformer
 from common.model.weights import load_transformer, trunk_digest
+from scripts.train_answers import answer, questions
 from scripts.train_corpus import html_to_text, sections, token_stream, train_tokenizer
 from scripts.train_decode import generate
 from scripts.train_eval import agreement, greedy_acceptance, stepwise_acceptance, walk
@@ -99,6 +100,26 @@ def test_generation_equals_dense_recomputation() -> None:
     attend = DenseAttention(trunk.config.layer_windows)
     logits = trunk.logits(trunk(ids, torch.arange(23), attend))
     assert torch.equal(logits[:, 10:-1].argmax(-1), ids[:, 11:])
+
+
+def test_answers_end_at_eos_and_carry_the_trunks_hidden_states() -> None:
+    trunk = toy_modules().trunk
+    prompts = torch.randint(1, 300, (6, 7), generator=torch.Generator().manual_seed(5))
+    ids = generate(trunk, prompts, 24, 0.0, torch.Generator())
+    eos = int(ids[2, 15])  # some rows end here or there, and leave the batch
+    answers = answer(trunk, prompts, 24, eos)
+    for row, (tokens, hidden) in enumerate(answers):
+        ends = [i for i in range(7, 31) if int(ids[row, i]) == eos]
+        assert tokens.tolist() == ids[row, : ends[0] + 1 if ends else 31].tolist()
+        expected = record(trunk, [tokens.tolist()])[0].float()
+        assert torch.allclose(hidden.float(), expected, atol=0.02, rtol=0.02)
+    assert len(answers[2][0]) <= 16
+
+
+def test_questions_meet_every_topic_in_different_templates() -> None:
+    asked = questions(["rice", "salt"], per_topic=3, seed=0)
+    assert len(set(asked)) == 6
+    assert sorted(topic_of(question) for question in asked) == ["rice"] * 3 + ["salt"] * 3
 
 
 def test_walk_counts_a_step_once() -> None:
