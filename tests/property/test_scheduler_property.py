@@ -172,6 +172,8 @@ class World:
             if update.finish_reason is not None:
                 self.ended[update.request_id] = update.finish_reason
                 assert update.summary is not None
+                if update.finish_reason is FinishReason.ERROR:
+                    assert self.quarantined, "given up although no block is missing from the pool"
         self.follow_events()
 
     def follow_events(self) -> None:
@@ -227,7 +229,9 @@ class World:
                 truth = continuation(prompt, request.sampling.max_tokens, seed)
                 stops = [i for i, t in enumerate(truth) if t in request.sampling.stop_token_ids]
                 truth = truth[: stops[0] + 1] if stops else truth
-                if name in self.ended:
+                if self.ended.get(name) is FinishReason.ERROR:
+                    assert emitted == truth[: len(emitted)]
+                elif name in self.ended:
                     limit = self.engine.scheduler.limit
                     assert emitted == truth[: limit - len(prompt)], name
                 else:  # aborted on the way, or never began
