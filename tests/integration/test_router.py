@@ -372,7 +372,7 @@ def test_the_node_that_holds_the_prefix_gets_the_request() -> None:
         a, b, p = decode_node("a"), decode_node("b"), FakeNode("p", "prefill")
         await c.join(a, b, p)
         await c.complete(prompt=LONG_PROMPT, max_tokens=1)
-        assert len(a.requests()) == len(p.prefills()) == 1
+        await eventually(lambda: len(a.requests()) == len(p.prefills()) == 1)
         stored = b.store(LONG_PROMPT)
         assert stored == (len(LONG_PROMPT) - 4) // BLOCK_SIZE
         await eventually(lambda: c.router.index.num_blocks("b") == stored)
@@ -382,7 +382,7 @@ def test_the_node_that_holds_the_prefix_gets_the_request() -> None:
         # Token 75 changes: it is in the last block, and in the lookahead of the one before.
         await c.complete(prompt=[*LONG_PROMPT[:75], 5, 5, 5, 5, 5], max_tokens=1)
         assert len(b.requests()) == 2
-        assert len(p.prefills()) == 2
+        await eventually(lambda: len(p.prefills()) == 2)
         predicted = c.router.metrics.registry.get_sample_value("baton_router_cached_tokens_predicted_total")
         assert predicted == 0 + 76 + 68
         await c.kill(b)
