@@ -6,6 +6,7 @@ refused, so that the router can try another node. Waiting requests own nothing.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from common.engine.engine import Engine
 from common.errors import BatonError, CapacityError, NodeFailed
 from common.messages import DecodeRequest
 from common.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ def enter_in_order(engine: Engine, applicants: Sequence[Applicant]) -> list[Outc
             break
         except BatonError as error:
             outcomes.append(error)
+        except Exception as error:  # our fault: it is answered, and those behind it are served
+            logger.exception("request %s: admission failed", applicant.request.request_id)
+            engine.abort(applicant.request.request_id)
+            outcomes.append(NodeFailed(f"admission failed: {error!r}"))
     return outcomes
 
 

@@ -35,13 +35,15 @@ from common.messages import (
     RouterMessage,
     TokenChunk,
 )
-from common.request import Request
+from common.request import FinishReason, Request
 from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome, enter_in_order
 from decode_node.config import DecodeConfig
 from kv_transfer.engine_pools import fingerprint_of, pools_of
 from kv_transfer.receiver import KvReceiver
 
 logger = logging.getLogger(__name__)
+
+GIVEN_UP = "the KV pool has shrunk (blocks in quarantine) below what this request needs"
 
 
 @dataclass
@@ -109,6 +111,10 @@ class DecodeNode:
             return
         if message.request_id in self._decodes:
             self._refuse(router_id, message, f"request {message.request_id} is already here", retry=False)
+            return
+        if message.ticket is not None and not 0 < message.cut <= len(message.token_ids):
+            reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
+            self._refuse(router_id, message, reason, retry=False)
             return
         request = Request(
             message.request_id,
@@ -212,6 +218,7 @@ class DecodeNode:
             decode.transferred_tokens = max(0, upto - cached)
             # An abort may cancel us here; blocks in quarantine must not reach the pool all the same.
             await self.runtime.tell(lambda engine: engine.kv_failed(request_id, upto, stuck))
+            self._admission.look_again()  # its blocks are free until its turn comes
             return
         self._count_transfer(num_bytes=result.num_bytes)
         self.transports_used.add(result.transport)
@@ -262,6 +269,7 @@ class DecodeNode:
                 transferred_tokens=decode.transferred_tokens if index == 0 else 0,
                 transferred_bytes=decode.transferred_bytes if index == 0 else 0,
                 stop_string=update.stop_string,
+                error=GIVEN_UP if reason is FinishReason.ERROR else None,
                 num_drafts=summary.num_drafts,
                 num_draft_tokens=summary.num_draft_tokens,
                 num_accepted=summary.num_accepted,
@@ -271,7 +279,7 @@ class DecodeNode:
         )
         if len(decode.finished) == decode.num_sequences:
             del self._decodes[decode.request_id]
-            self._admission.look_again()
+        self._admission.look_again()
 
     def _is_idle(self) -> bool:
         return not self._decodes

@@ -5,26 +5,29 @@ The test is the router: it holds the real hub and opens legs by hand.
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
 from common.config import NodeOptions
+from common.engine.batch import RunnerOutput, ScheduledBatch
+from common.engine.engine import Engine
 from common.errors import TransferFailed
 from common.kv_ticket import KVTicket
 from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused
 from common.metrics import ROUTER_METRICS, Metrics
 from common.request import SamplingParams
 from decode_node.config import DecodeConfig
-from decode_node.node import DecodeNode
+from decode_node.node import GIVEN_UP, DecodeNode
 from kv_transfer.config import TransferConfig
 from kv_transfer.receiver import FetchResult, KvReceiver
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
 from router.node_hub import Leg, NodeHub
 from router.registry import Node
-from tests.fakes import is_whole
+from tests.fakes import continuation, is_whole
 from tests.fakes_built import fake_built
 
 TRANSFER = TransferConfig(transport="tcp")
@@ -198,5 +201,70 @@ def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine
             assert end.reason == "abort"
             pool = d.runtime.built.engine.scheduler.kv.pools[0]
             assert pool.num_free == pool.num_usable == pool.num_blocks - 2, "the stuck block came back"
+
+    scenario(story)
+
+
+@pytest.mark.parametrize("cut", [0, 31])
+def test_a_cut_outside_the_prompt_is_refused_and_the_door_stays_open(cut: int) -> None:
+    async def story() -> None:
+        async with decode_node() as (hub, node, d):
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            refused = await answer(hub.open(node, decode_of(node, "a", ticket, cut)))
+            assert isinstance(refused, Refused)
+            assert f"cut {cut} is not inside a prompt of 30 tokens" in refused.reason
+            assert isinstance(await answer(hub.open(node, decode_of(node, "b", None, 0))), Accepted)
+            await eventually(d._is_idle)
+            assert await d.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_room_that_one_of_several_sequences_leaves_lets_the_next_request_in() -> None:
+    async def story() -> None:
+        async with decode_node(max_num_seqs=2) as (hub, node, d):
+            run = d.runtime.built.engine.runner.run
+
+            def slow(batch: ScheduledBatch) -> RunnerOutput:
+                time.sleep(0.02)
+                return run(batch)
+
+            d.runtime.built.engine.runner.run = slow  # type: ignore[method-assign]
+            seed, token = next(
+                (seed, token)
+                for seed in range(100)
+                for token in continuation(range(30), 6, seed + 1)
+                if token not in continuation(range(30), 60, seed)
+            )
+            sampling = SamplingParams(max_tokens=60, temperature=0.0, seed=seed, stop_token_ids=(token,))
+            both = hub.open(node, DecodeRequest("both", list(range(30)), sampling, 2))
+            assert isinstance(await answer(both), Accepted)
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            waiting = hub.open(node, decode_of(node, "w", ticket, 28))
+            assert isinstance(await answer(waiting), Accepted)
+            assert not both.ended
+
+    scenario(story)
+
+
+def test_a_request_that_is_given_up_ends_with_an_error_that_says_why() -> None:
+    async def story() -> None:
+        def shrink(engine: Engine) -> None:
+            for pool in engine.scheduler.kv.pools:
+                for block in pool.allocate(pool.num_free)[0]:
+                    pool.quarantine(block)
+
+        async with decode_node(num_blocks=20) as (hub, node, d):
+            sampling = SamplingParams(max_tokens=40, temperature=0.0)
+            with standing_still(d):
+                leg = hub.open(node, DecodeRequest("a", list(range(30)), sampling))
+                await eventually(lambda: len(d._admission) == 1)
+                d.runtime.loop.call(lambda engine: engine.step())  # admits it, with its prompt's blocks
+                d.runtime.loop.call(shrink)
+            end = await answer(leg)
+            while not isinstance(end, Finished):
+                end = await answer(leg)
+            assert (end.reason, end.error) == ("error", GIVEN_UP)
+            await eventually(d._is_idle)
 
     scenario(story)

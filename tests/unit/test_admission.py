@@ -1,13 +1,18 @@
 """The decode node's door: order, deadlines, leaving, and an engine that does not answer."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
+import pytest
+
 from common.errors import BatonError, CapacityError, InvalidRequest, NodeFailed
+from common.kv_ticket import KVTicket
 from common.messages import DecodeRequest
 from common.request import SamplingParams
-from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome
+from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome, enter_in_order
 from tests.builders import make_request
+from tests.fakes import fake_request, is_whole, make_fake_engine
 
 WAIT_S = 5.0
 
@@ -133,3 +138,26 @@ def test_an_engine_that_does_not_answer_is_said_to_everybody() -> None:
         task.cancel()
 
     asyncio.run(story())
+
+
+def test_an_unexpected_error_is_answered_and_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = make_fake_engine(2)
+    ticket = KVTicket(transfer_id="t", engine_id="p", host="h", port=1)
+    applicants = [
+        Applicant(
+            "router",
+            DecodeRequest(name, list(range(12)), SamplingParams(), 1, ticket, cut),
+            fake_request(range(12), request_id=name),
+            0.0,
+        )
+        for name, cut in (("nonsense", 4000), ("good", 10))
+    ]
+    with caplog.at_level(logging.ERROR):
+        nonsense, good = enter_in_order(engine, applicants)
+    assert isinstance(nonsense, NodeFailed)
+    assert isinstance(good, Entered)
+    assert "nonsense: admission failed" in caplog.text
+    assert set(engine.scheduler.requests) == {"good"}
+    engine.abort("good")
+    engine.check_invariants()
+    assert is_whole(engine)
