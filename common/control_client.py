@@ -238,6 +238,9 @@ class ControlClient:
     async def _dispatch(self) -> None:
         while True:
             router_id, message = await self._inbox.get()
+            if router_id not in self.router_ids:
+                self.num_dropped += 1  # lost since: what it has here was aborted, and nobody would abort this
+                continue
             try:
                 await self._handler(router_id, message)
             except Exception:

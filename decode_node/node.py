@@ -181,7 +181,7 @@ class DecodeNode:
             for index in range(decode.num_sequences):
                 engine.abort(_sequence_id(decode.request_id, index))
 
-        await self.runtime.call(abort)
+        await self.runtime.tell(abort)
         self._admission.look_again()
         if self._decodes.pop(decode.request_id, None) is not None:
             self.runtime.send(decode.router_id, Finished(decode.request_id, "abort"))
@@ -210,14 +210,15 @@ class DecodeNode:
                 request_id, ticket.transfer_id, error.message, max(upto, cached), cut,
             )  # fmt: skip
             decode.transferred_tokens = max(0, upto - cached)
-            await self.runtime.call(lambda engine: engine.kv_failed(request_id, upto, stuck))
+            # An abort may cancel us here; blocks in quarantine must not reach the pool all the same.
+            await self.runtime.tell(lambda engine: engine.kv_failed(request_id, upto, stuck))
             return
         self._count_transfer(num_bytes=result.num_bytes)
         self.transports_used.add(result.transport)
         decode.transferred_bytes = result.num_bytes
         decode.transferred_tokens = cut - cached
         carry = result.carry or None
-        await self.runtime.call(lambda engine: engine.kv_arrived(request_id, cut, carry))
+        await self.runtime.tell(lambda engine: engine.kv_arrived(request_id, cut, carry))
 
     def _count_transfer(self, *, num_failures: int = 0, num_bytes: int = 0) -> None:
         ended, failed, received = self._transfers

@@ -254,6 +254,8 @@ class Fetch:
             self._quiet.set()
         if request.error is not None:
             self.fail(f"peer_lost: receiving chunk {chunk.seq} failed: {request.error}")
+            if self._session is not None:
+                self._session.lane_broke(f"its lane broke: {request.error}")
         elif not self._outcome.done():
             self._landed.add(chunk.seq)
             self._complete(chunk)
@@ -383,7 +385,8 @@ class Fetch:
             await session.close(f"receives of transfer {self.ticket.transfer_id} do not end")
         session.fetches.pop(self.key, None)
         if not self._requests:
-            self.machine.handle(ReceiverEvent.QUIET)
+            if self.machine.allows(ReceiverEvent.QUIET):  # not when the deadline came with the commit
+                self.machine.handle(ReceiverEvent.QUIET)
             self._staging.clear()
             return {}
         self.machine.handle(ReceiverEvent.STUCK)

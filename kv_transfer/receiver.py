@@ -199,6 +199,12 @@ class KvReceiver:
             self._count_failure(fetch, type(error).__name__)
             assert not quarantined, "nothing is posted before the session stands"
             raise
+        except Exception as error:
+            logger.exception("transfer %s broke", fetch.ticket.transfer_id)
+            reason = f"internal: {error!r}"
+            quarantined = await fetch.quiesce(reason)
+            self._count_failure(fetch, reason)
+            raise TransferFailed(reason, final_upto=fetch.progress, quarantined=quarantined) from error
         except BaseException as error:
             await fetch.quiesce(f"internal: {error!r}")
             self._count_failure(fetch, "internal")

@@ -59,6 +59,7 @@ class ReceiverSession:
         self._reader: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._refused: dict[bytes, str] = {}
+        self._counted = False  # in `sessions_open`: one that is lost while it opens never was
 
     @classmethod
     async def open(cls, receiver: "KvReceiver", host: str, port: int) -> "ReceiverSession":
@@ -90,7 +91,9 @@ class ReceiverSession:
             raise IncompatiblePeer(str(error)) from error
         except (OSError, ConnectionLost, TransportError) as error:
             raise TransferFailed(f"connect: no session with prefill node {host}:{port}: {error}") from error
-        receiver.metrics.sessions_open += 1
+        if session.lost is None:
+            session._counted = True
+            receiver.metrics.sessions_open += 1
         return session
 
     async def _greet(self) -> None:
@@ -180,6 +183,9 @@ class ReceiverSession:
         except ConnectionLost as error:
             self._receiver.metrics.peers_lost += 1
             self._begin_close(str(error))
+        except Exception as error:  # without its reader a session would look alive, and serve nobody
+            logger.exception("KV transfer: a message from %s could not be handled", self._name)
+            self._begin_close(f"internal: {error!r}")
 
     def _dispatch(self, message: ToReceiver) -> None:
         match message:
@@ -225,6 +231,10 @@ class ReceiverSession:
             )
         return None
 
+    def lane_broke(self, reason: str) -> None:
+        """The lane serves nobody any more: the next fetch gets a new session, though the peer still talks."""
+        self._begin_close(reason)
+
     async def close(self, reason: str) -> None:
         """Ends the session: its fetches fail, its lane is fenced. Returns when that is done; repeatable."""
         self._begin_close(reason)
@@ -238,7 +248,7 @@ class ReceiverSession:
         self.lost_event.set()
         for fetch in list(self.fetches.values()):
             fetch.fail(f"peer_lost: {reason}")
-        self._receiver.metrics.sessions_open -= 1
+        self._receiver.metrics.sessions_open -= self._counted
         self._closing = asyncio.get_running_loop().create_task(self._shut(reason))
 
     async def _shut(self, reason: str) -> None:

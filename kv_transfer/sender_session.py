@@ -68,6 +68,9 @@ class SenderSession:
             reason = str(error) or "no Hello in time"
         except asyncio.CancelledError:
             reason = "node is closing"
+        except Exception as error:  # heartbeats without anybody who listens would keep the reader waiting
+            logger.exception("KV transfer: a message from %s could not be handled", connection.peer)
+            reason = f"internal: {error!r}"
         if self._serves:
             logger.warning("KV transfer: reader %s is lost: %s", connection.peer, reason)
         await self.close_by_force(reason)

@@ -145,6 +145,7 @@ class Serve:
     def _post(self, chunk: Chunk, block_ids: list[int]) -> None:
         view, copied = gather(self._pools.groups[chunk.group], block_ids)
         digest = chunk_digest(view) if self._checksum else b""
+        request = self._lane.post_send(self._tag_base | chunk.seq, view)
         self._root.add(chunk, digest)
         self.next_seq += 1
         self.num_reading += 1
@@ -152,7 +153,6 @@ class Serve:
         self._send(
             ChunkSent(transfer_id=self.transfer_id, attempt=self.attempt, seq=chunk.seq, digest=digest)
         )
-        request = self._lane.post_send(self._tag_base | chunk.seq, view)
         self._metrics.chunks_sent += 1
         self._metrics.chunks_staged += copied
 

@@ -96,8 +96,7 @@ class PrefillNode:
     async def _handle(self, router_id: str, message: RouterMessage) -> None:
         match message:
             case PrefillRequest():
-                # Not awaited: many admissions share one pause between two steps.
-                fire_and_log("admit", self._admit(router_id, message), self._tasks)
+                self._admit(router_id, message)
             case Abort(request_id):
                 self._abort(request_id)
             case Drain():
@@ -105,31 +104,37 @@ class PrefillNode:
             case _:
                 logger.warning("a prefill node does not serve %s", type(message).__name__)
 
-    async def _admit(self, router_id: str, message: PrefillRequest) -> None:
+    def _admit(self, router_id: str, message: PrefillRequest) -> None:
+        """Registers the prompt at once: an abort, or the router's end, may be the very next thing."""
         request_id, transfer_id = message.request_id, message.ticket.transfer_id
-        if self.runtime.draining:
-            self._refuse(router_id, request_id, "this node is draining", retry=True)
-            return
-        if not 0 < message.cut <= len(message.token_ids):
-            reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
-            self._refuse(router_id, request_id, reason, retry=False)
-            return
-        request = self.make_request(message)
-        prefill = _Prefill(router_id, request_id, transfer_id)
         if request_id in self._prefills or transfer_id in self._by_transfer:
             self._refuse(router_id, request_id, f"request {request_id} is already here", retry=False)
             return
-        self._prefills[request_id] = self._by_transfer[transfer_id] = prefill
         self.sender.offer(transfer_id, message.ticket.lease_s)
+        if self.runtime.draining:
+            self._turn_away(router_id, message, "this node is draining", retry=True)
+            return
+        if not 0 < message.cut <= len(message.token_ids):
+            reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
+            self._turn_away(router_id, message, reason, retry=False)
+            return
+        prefill = _Prefill(router_id, request_id, transfer_id)
+        self._prefills[request_id] = self._by_transfer[transfer_id] = prefill
+        # Not awaited: many admissions share one pause between two steps.
+        fire_and_log("admit", self._add(prefill, message), self._tasks)
+
+    async def _add(self, prefill: _Prefill, message: PrefillRequest) -> None:
+        request = self.make_request(message)
         try:
             await self.runtime.call(lambda engine: engine.add(request))
+        except TimeoutError:  # perhaps the engine has it all the same: it ends as an aborted one does
+            self.sender.cancel(prefill.transfer_id, "the engine does not answer")
         except BatonError as error:
-            self._prefills.pop(request_id, None)
-            self._by_transfer.pop(transfer_id, None)
-            self.sender.cancel(transfer_id, error.message)
-            self._refuse(router_id, request_id, error.message, retry=error.retryable)
-            return
-        self.runtime.send(router_id, Accepted(request_id))
+            self._prefills.pop(prefill.request_id, None)
+            self._by_transfer.pop(prefill.transfer_id, None)
+            self._turn_away(prefill.router_id, message, error.message, retry=error.retryable)
+        else:
+            self.runtime.send(prefill.router_id, Accepted(prefill.request_id))
 
     def make_request(self, message: PrefillRequest) -> Request:
         """The whole prompt, so that the modules read real tokens past the cut (02-exactness 4)."""
@@ -144,6 +149,11 @@ class PrefillNode:
             lora_name=message.lora_name,
             arrival_time_s=asyncio.get_running_loop().time(),
         )
+
+    def _turn_away(self, router_id: str, message: PrefillRequest, reason: str, *, retry: bool) -> None:
+        """D asks for these blocks already: ending the offer is how it hears that they will never come."""
+        self.sender.cancel(message.ticket.transfer_id, reason)
+        self._refuse(router_id, message.request_id, reason, retry=retry)
 
     def _refuse(self, router_id: str, request_id: str, reason: str, *, retry: bool) -> None:
         self.runtime.send(router_id, Refused(request_id, reason, retry))
@@ -199,7 +209,7 @@ class PrefillNode:
             engine.abort(prefill.request_id)  # computing or held: either way it ends here
             self._offered_upto.pop(prefill.request_id, None)
 
-        await self.runtime.call(end)
+        await self.runtime.tell(end)
         self._prefills.pop(prefill.request_id, None)
         summary = prefill.summary
         committed = summary is not None and reason == "committed"

@@ -209,10 +209,12 @@ class NodeHub:
     def _deliver(self, identity: bytes, answer: Answer) -> None:
         node = self._by_identity.get(identity)
         leg = node.legs.get(answer.request_id) if node is not None else None
-        if leg is None:
+        if node is None or leg is None:
             self._metrics.counter("router_unknown_messages").inc()
             return
         leg.deliver(answer)
+        if leg.ended:  # a prefill's leg stays open for the whole answer: it must not count as load so long
+            del node.legs[answer.request_id]
 
     def _heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         node = self._by_identity.get(identity)

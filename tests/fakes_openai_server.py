@@ -64,8 +64,6 @@ def openai_server(script: Script) -> Iterator[str]:
                     script.in_flight += 1
                     script.most_in_flight = max(script.most_in_flight, script.in_flight)
                 self.stream()
-                with lock:
-                    script.in_flight -= 1
 
         def stream(self) -> None:
             chat = self.path == "/v1/chat/completions"
@@ -77,6 +75,8 @@ def openai_server(script: Script) -> Iterator[str]:
                 time.sleep(CHUNK_PAUSE_S)
             if script.error_in_stream is not None:
                 self.send({"error": {"message": script.error_in_stream}})
+            with lock:  # before the end is sent: the client may send its next request at once
+                script.in_flight -= 1
             self.send({"choices": [], "usage": script.usage})
             if script.ends_with_done:
                 self.wfile.write(b"data: [DONE]\n\n")

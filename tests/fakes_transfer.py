@@ -47,6 +47,12 @@ class FakeNetwork:
         self.damage_next = False  # flips a byte of the next message that has bytes
         self.frozen = False  # nothing arrives, as with a stopped peer
         self.receivers: dict[bytes, FakeLane] = {}
+        self.bug: str | None = None  # "send" or "recv": the next such post raises, against its contract
+
+    def raise_if_buggy(self, post: str) -> None:
+        if self.bug == post:
+            self.bug = None
+            raise RuntimeError(f"a bug in post_{post}")
 
 
 class FakeLane:
@@ -64,6 +70,7 @@ class FakeLane:
         return len(self._posted) + len(self._sends)
 
     def post_send(self, tag: int, view: memoryview) -> Request:
+        self._network.raise_if_buggy("send")
         request = Request()
         if self._closed:
             request.complete(TransportError("closed"))
@@ -95,6 +102,7 @@ class FakeLane:
         request.complete(TransportError("peer is gone") if peer is None else None)
 
     def post_recv(self, tag: int, view: memoryview) -> Request:
+        self._network.raise_if_buggy("recv")
         request = Request()
         if self._closed:
             request.complete(TransportError("closed"))

@@ -125,6 +125,13 @@ class NodeRuntime:
         async with asyncio.timeout(ENGINE_CALL_TIMEOUT_S):
             return await asyncio.wrap_future(self.loop.call(function))
 
+    async def tell(self, function: Callable[[Engine], None]) -> None:
+        """`call` for what must happen: neither a long step nor the end of whoever waits withdraws it.
+
+        The loop answers every call, at the latest with BatonError when it stops.
+        """
+        await asyncio.shield(asyncio.wrap_future(self.loop.call(function)))
+
     def send(self, router_id: str, message: NodeMessage) -> None:
         if self.control is not None:
             self.control.send(router_id, message)

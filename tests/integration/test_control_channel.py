@@ -13,9 +13,11 @@ from common.messages import (
     DecodeRequest,
     Finished,
     Heartbeat,
+    HeartbeatReply,
     NodeLoad,
     RouterMessage,
     TokenChunk,
+    encoder,
 )
 from common.metrics import ROUTER_METRICS, Metrics
 from common.request import SamplingParams
@@ -254,6 +256,45 @@ def test_a_heartbeat_that_fails_does_not_end_the_link(caplog: pytest.LogCaptureF
         node_end.load = NodeLoad(num_running=7)
         await ends.node("d")
         await eventually(lambda: ends.hub.nodes["d"].load.num_running == 7)
+        await node_end.client.close()
+        await ends.hub.close()
+
+    run(story)
+
+
+def test_a_leg_that_the_node_has_ended_is_no_load_any_more() -> None:
+    async def story() -> None:
+        ends = Ends()
+        node_end = NodeEnd("p", ends.address)
+        node = await ends.node("p")
+        with ends.hub.open(node, request("a")) as leg:  # as of a prefill: open until the answer is complete
+            await eventually(lambda: len(node_end.received) == 1)
+            assert node.num_requests == 1
+            node_end.client.send("r", Finished("a", "cut"))
+            await eventually(lambda: leg.ended)
+            assert node.num_requests == 0
+            assert isinstance(await leg.answer(1.0, "x"), Finished)
+        await node_end.client.close()
+        await ends.hub.close()
+
+    run(story)
+
+
+def test_what_a_router_sent_before_it_was_lost_is_not_begun_after() -> None:
+    async def story() -> None:
+        ends = Ends()
+        node_end = NodeEnd("d", ends.address)
+        await ends.node("d")
+        await eventually(lambda: node_end.client.router_ids == ["r"])
+        link = node_end.client._links[0]
+        # The node stood still: it reads the request and the news that it was dropped at once.
+        node_end.client._arrived(link, [encoder.encode(request("a"))])
+        node_end.client._arrived(link, [encoder.encode(HeartbeatReply("r", known=False))])
+        assert node_end.lost == ["r"]
+        await eventually(lambda: node_end.client.router_ids == ["r"])
+        await asyncio.sleep(0.05)
+        assert node_end.received == []
+        assert node_end.client.num_dropped == 1
         await node_end.client.close()
         await ends.hub.close()
 

@@ -264,3 +264,50 @@ def test_closing_either_end_fails_what_runs() -> None:
                 await p.receiver.fetch(p.sender.offer("b"), FOUR, 64)
 
     run(story())
+
+
+async def transfer_works(p: Pair, transfer_id: str, seed: int) -> None:
+    ticket = p.sender.offer(transfer_id)
+    p.compute(transfer_id, seed, 1)
+    p.sender.finish(transfer_id, b"c")
+    await p.receiver.fetch(ticket, {0: {0: 9}}, 16)
+    assert holds_pattern(p.receiver.pools, seed, 0, 0, 9)
+
+
+def test_a_lane_that_breaks_while_the_peer_still_talks_is_replaced() -> None:
+    async def story() -> None:
+        async with pair() as p:
+            await transfer_works(p, "a", 1)
+            (transport,) = p.receiver.transports.values()
+            assert isinstance(transport, FakeTransport)
+            await transport.lanes[0].fence(1.0)  # say a firewall forgot the idle connection
+            with pytest.raises(TransferFailed, match="peer_lost: receiving chunk 0 failed: closed"):
+                await transfer_works(p, "b", 2)
+            await transfer_works(p, "c", 3)
+            await until(lambda: p.receiver.metrics.sessions_open == p.sender.metrics.sessions_open == 1)
+            assert [name for name, _ in p.released] == ["a", "b", "c"]
+
+    run(story())
+
+
+@pytest.mark.parametrize("post", ["recv", "send"])
+def test_an_unexpected_error_ends_the_session_and_not_the_pair(post: str) -> None:
+    async def story() -> None:
+        async with pair() as p:
+            await transfer_works(p, "a", 1)
+            fetch = asyncio.create_task(p.receiver.fetch(p.sender.offer("b"), FOUR, 64))
+            await until(lambda: p.sender.metrics.transfers_started == 2)
+            await asyncio.sleep(0.05)
+            ticket = p.sender.offer("c")
+            p.compute("c", 3, 4)
+            p.network.bug = post
+            async with asyncio.timeout(2.0):
+                with pytest.raises(TransferFailed, match=r"internal|closed the connection"):
+                    await p.receiver.fetch(ticket, FOUR, 64)
+                with pytest.raises(TransferFailed, match=r"internal|closed the connection"):
+                    await fetch
+            await until(lambda: p.sender.num_held == 0)
+            await transfer_works(p, "d", 4)
+            assert p.receiver.metrics.sessions_open == 1
+
+    run(story())

@@ -1,0 +1,202 @@
+"""What crosses at a node's seams: messages, engine steps and transfers, over real sockets and a fake engine.
+
+The test is the router: it holds the real hub and opens legs by hand.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from common.config import NodeOptions
+from common.errors import TransferFailed
+from common.kv_ticket import KVTicket
+from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused
+from common.metrics import ROUTER_METRICS, Metrics
+from common.request import SamplingParams
+from decode_node.config import DecodeConfig
+from decode_node.node import DecodeNode
+from kv_transfer.config import TransferConfig
+from kv_transfer.receiver import FetchResult, KvReceiver
+from prefill_node.config import PrefillConfig
+from prefill_node.node import PrefillNode
+from router.node_hub import Leg, NodeHub
+from router.registry import Node
+from tests.fakes import is_whole
+from tests.fakes_built import fake_built
+
+TRANSFER = TransferConfig(transport="tcp")
+WAIT_S = 5.0
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def make_hub() -> tuple[NodeHub, str]:
+    hub = NodeHub(
+        router_id="r",
+        heartbeat_timeout_s=WAIT_S,
+        refusal=lambda register: None,
+        metrics=Metrics(ROUTER_METRICS, model_name="m"),
+        on_join=lambda node: None,
+        on_leave=lambda node: None,
+        on_heartbeat=lambda node: None,
+    )
+    return hub, f"tcp://127.0.0.1:{hub.start('127.0.0.1', 0)}"
+
+
+@asynccontextmanager
+async def prefill_node() -> AsyncIterator[tuple[NodeHub, Node, PrefillNode]]:
+    hub, address = make_hub()
+    options = NodeOptions(node_id="p", router=address, drain_timeout_s=1.0)
+    it = PrefillNode(PrefillConfig(transfer=TRANSFER, node=options), fake_built())
+    serving = asyncio.create_task(it.serve())
+    try:
+        await eventually(lambda: "p" in hub.nodes)
+        yield hub, hub.nodes["p"], it
+    finally:
+        it.runtime.service.stop()
+        await serving
+        await hub.close()
+
+
+@asynccontextmanager
+async def decode_node(**options: int) -> AsyncIterator[tuple[NodeHub, Node, DecodeNode]]:
+    hub, address = make_hub()
+    named = NodeOptions(node_id="d", router=address, drain_timeout_s=1.0)
+    it = DecodeNode(DecodeConfig(transfer=TRANSFER, node=named), fake_built(**options))
+    serving = asyncio.create_task(it.serve())
+    try:
+        await eventually(lambda: "d" in hub.nodes)
+        yield hub, hub.nodes["d"], it
+    finally:
+        it.runtime.service.stop()
+        await serving
+        await hub.close()
+
+
+@contextmanager
+def standing_still(node: DecodeNode) -> Iterator[None]:
+    """The engine is in a long step; calls wait."""
+    go = threading.Event()
+    node.runtime.loop.call(lambda engine: go.wait(WAIT_S))
+    try:
+        yield
+    finally:
+        go.set()
+
+
+class StuckReceiver(KvReceiver):
+    """Every transfer breaks, and one destination block may still be written to."""
+
+    def __init__(self, like: KvReceiver) -> None:
+        super().__init__(like.pools, like.fingerprint, like.config)
+        self.go = asyncio.Event()
+        self.broken: set[str] = set()
+
+    async def fetch(
+        self,
+        ticket: KVTicket,
+        want: Mapping[int, Mapping[int, int]],
+        cut: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> FetchResult:
+        await self.go.wait()
+        self.broken.add(ticket.transfer_id)
+        raise TransferFailed("lane", final_upto=0, quarantined={0: [want[0][2]]})
+
+
+def scenario(story: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(4 * WAIT_S):
+            await story()
+
+    asyncio.run(main())
+
+
+def ticket_on(node: Node, transfer_id: str) -> KVTicket:
+    address = node.register.transfer
+    assert address is not None
+    return KVTicket(
+        transfer_id=transfer_id, engine_id=address.engine_id, host=address.host, port=address.port
+    )
+
+
+def prefill_of(node: Node, request_id: str, cut: int = 28) -> PrefillRequest:
+    return PrefillRequest(request_id, list(range(30)), cut, ticket_on(node, f"t-{request_id}"))
+
+
+def decode_of(node: Node, request_id: str, ticket: KVTicket | None, cut: int, n: int = 1) -> DecodeRequest:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    return DecodeRequest(request_id, list(range(30)), sampling, n, ticket, cut)
+
+
+async def answer(leg: Leg) -> object:
+    return await leg.answer(WAIT_S, "an answer")
+
+
+def test_an_abort_right_behind_a_prefill_request_ends_it() -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p):
+            leg = hub.open(node, prefill_of(node, "a"))
+            hub.send(node, Abort("a"))
+            end = await answer(leg)
+            while not isinstance(end, Finished):
+                end = await answer(leg)
+            assert end.reason == "abort"
+            assert p.sender.num_held == 0
+            assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+@pytest.mark.parametrize("why", ["draining", "cut", "too long"])
+def test_a_refused_prefill_ends_the_wait_of_its_decode_node(why: str) -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p):
+            receiver = KvReceiver(p.sender.pools, p.sender.fingerprint, TRANSFER)
+            message = prefill_of(node, "a", cut=31 if why == "cut" else 28)
+            if why == "draining":
+                p.runtime.drain()
+            if why == "too long":
+                message.token_ids.extend([1] * 300)
+            early = asyncio.create_task(receiver.fetch(message.ticket, {0: {0: 1}}, 4))
+            await eventually(lambda: receiver.metrics.retries > 0)  # asks before P has heard of it
+            assert isinstance(await answer(hub.open(node, message)), Refused)
+            async with asyncio.timeout(1.0):
+                with pytest.raises(TransferFailed, match=r"gone|refused"):
+                    await early
+                with pytest.raises(TransferFailed, match="gone"):  # and one that asks later
+                    await receiver.fetch(message.ticket, {0: {0: 1}}, 4)
+            await receiver.close()
+            assert p.sender.num_held == 0
+            assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine() -> None:
+    async def story() -> None:
+        async with decode_node() as (hub, node, d):
+            d.receiver = stuck = StuckReceiver(d.receiver)
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            leg = hub.open(node, decode_of(node, "a", ticket, 28))
+            assert isinstance(await answer(leg), Accepted)
+            with standing_still(d):
+                stuck.go.set()
+                await eventually(lambda: "t" in stuck.broken)
+                hub.send(node, Abort("a"))
+                await eventually(lambda: d._decodes["a"].aborted)
+                await asyncio.sleep(0.05)
+            end = await answer(leg)
+            assert isinstance(end, Finished)
+            assert end.reason == "abort"
+            pool = d.runtime.built.engine.scheduler.kv.pools[0]
+            assert pool.num_free == pool.num_usable == pool.num_blocks - 2, "the stuck block came back"
+
+    scenario(story)
