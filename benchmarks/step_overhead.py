@@ -17,6 +17,7 @@ from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch
 from common.engine.engine import Engine
 from common.engine.rules import SchedulerConfig
 from common.engine.scheduler import Scheduler
+from common.engine.speculation import multi_module
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import build_layout
 from common.kv_cache.manager import KVCacheManager
@@ -65,7 +66,7 @@ def make_engine(batch: int, max_len: int) -> Engine:
     )
     num_blocks = batch * (max_len // BLOCK_SIZE + 2) + 2
     kv = KVCacheManager(layout, [num_blocks] * len(layout.groups), BlockHasher(BLOCK_SIZE, NUM_MODULES))
-    config = SchedulerConfig(8192, batch, max_len, NUM_MODULES)
+    config = SchedulerConfig(8192, batch, max_len, multi_module(NUM_MODULES))
     return Engine(Scheduler(config, kv, lambda request: StopChecker(request)), InstantRunner())
 
 

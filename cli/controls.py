@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from common.engine.batch import ScheduledRequest
-from common.engine.speculator import MtpSpeculator, Rows, Verified
+from common.engine.drafter import Verified
+from common.engine.speculator import MtpSpeculator, Rows
 from common.messages import PrefillRequest
 from common.request import Request, SamplingParams
 from prefill_node.node import PrefillNode

@@ -47,9 +47,16 @@ class EngineOptions:
     """The engine: scheduler, KV cache and speculator."""
 
     num_speculative_tokens: int = option(
-        -1,
-        "MTP modules used, one draft each; -1: all that the modules folder has, 0: no speculation",
-        minimum=-1,
+        -1, "drafts a step; -1: one for each module of the modules folder, 0: no speculation", minimum=-1
+    )
+    speculative_method: str = option(
+        "mtp",
+        "mtp: the modules folder (a single module is applied again for further drafts); ngram: look-up in "
+        "the known tokens",
+        choices=("mtp", "ngram"),
+    )
+    disable_lookahead_block_hashes: bool = option(
+        False, "plain block hashes, as other engines have them; every hit then loses its last block"
     )
     block_size: int = option(16, "tokens in a KV block", minimum=1)
     kv_cache_mib: int = option(512, "memory for the KV blocks of all groups, MiB", minimum=1)

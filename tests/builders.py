@@ -8,10 +8,10 @@ import torch
 
 from common.block_hash import BlockHasher
 from common.engine.engine import Engine
+from common.engine.methods import Method, multi_method
 from common.engine.model_runner import ModelRunner
 from common.engine.rules import SchedulerConfig
 from common.engine.scheduler import Scheduler
-from common.engine.speculator import MtpSpeculator
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import build_layout
 from common.kv_cache.manager import KVCacheManager
@@ -139,8 +139,13 @@ def make_engine(
     num_modules: int | None = None,
     max_model_len: int = 256,
     state_block_size: int = 0,
+    method: Method | None = None,
+    drop_last_block: bool = False,
 ) -> tuple[Engine, KVStorage]:
+    """``method``: another than one draft a module (then N modules have KV as it says)."""
     n = 0 if modules is None else modules.num_modules if num_modules is None else num_modules
+    method = method or multi_method(n)
+    n = method.num_modules
     config = trunk.config
     layout = build_layout(
         config.attention_windows,
@@ -153,13 +158,16 @@ def make_engine(
         state_block_size=state_block_size,
     )
     sizes = [num_blocks] * len(layout.groups)
-    kv = KVCacheManager(layout, sizes, BlockHasher(block_size, n), prefix_caching)
+    hasher = BlockHasher(block_size, 0 if drop_last_block else method.speculation.lookahead)
+    kv = KVCacheManager(layout, sizes, hasher, prefix_caching, drop_last_block)
     storage = KVStorage(layout, sizes)
     scheduler = Scheduler(
-        SchedulerConfig(budget, max_num_seqs, max_model_len, n, threshold), kv, lambda r: StopChecker(r)
+        SchedulerConfig(budget, max_num_seqs, max_model_len, method.speculation, threshold),
+        kv,
+        lambda r: StopChecker(r),
     )
-    speculator = MtpSpeculator(modules, n, storage) if modules is not None and n else None
-    return Engine(scheduler, ModelRunner(trunk, storage, speculator, ())), storage
+    drafter = method.make(modules, storage, config.vocab_size)
+    return Engine(scheduler, ModelRunner(trunk, storage, drafter, ())), storage
 
 
 def make_request(

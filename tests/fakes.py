@@ -15,6 +15,7 @@ from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch, Sch
 from common.engine.engine import Engine
 from common.engine.rules import SchedulerConfig
 from common.engine.scheduler import Scheduler
+from common.engine.speculation import multi_module
 from common.engine.stopping import StopChecker
 from common.kv_cache.layout import NULL_BLOCK, KVLayout, RecurrentLayer, build_layout
 from common.kv_cache.manager import KVCacheManager
@@ -269,7 +270,7 @@ def make_fake_engine(
     )
     sizes = [num_blocks + 1] * len(layout.groups)
     kv = KVCacheManager(layout, sizes, BlockHasher(block_size, num_modules), prefix_caching)
-    config = SchedulerConfig(budget, max_num_seqs, max_model_len, num_modules, threshold)
+    config = SchedulerConfig(budget, max_num_seqs, max_model_len, multi_module(num_modules), threshold)
     runner = FakeRunner(layout, num_modules, draft_rule)
     runner.kv = kv
     return Engine(Scheduler(config, kv, stop_checker), runner), runner

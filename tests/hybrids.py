@@ -11,9 +11,10 @@ from torch import Tensor
 
 from common.engine.batch import ScheduledRequest
 from common.engine.draft_kv_oracle import draft_kv_max_diff
+from common.engine.drafter import Drafts
 from common.engine.engine import Engine
 from common.engine.model_runner import ModelRunner
-from common.engine.speculator import Drafts, MtpSpeculator, Rows
+from common.engine.speculator import MtpSpeculator, Rows
 from common.engine.state_oracle import state_max_diff
 from common.kv_cache.storage import KVStorage
 from common.model.mtp import MtpConfig, MtpModules
@@ -97,7 +98,7 @@ class ScriptedSpeculator(MtpSpeculator):
 
     script: Script
 
-    def _draw(
+    def draw(
         self,
         m: int,
         entries: Sequence[ScheduledRequest],
@@ -106,7 +107,7 @@ class ScriptedSpeculator(MtpSpeculator):
         logits: Tensor,
         drafts: list[Drafts],
     ) -> None:
-        super()._draw(m, entries, rows, drafting, logits, drafts)
+        super().draw(m, entries, rows, drafting, logits, drafts)
         for i in drafting:
             tokens = self.script.tokens.get(entries[i].request_id)
             position = rows[i].last_known + m + 1

@@ -9,12 +9,11 @@ import torch
 from common.block_hash import BlockHasher
 from common.config import EngineOptions, ModelOptions
 from common.engine.engine import Engine
+from common.engine.methods import check_dropped_block, choose_method
 from common.engine.model_runner import ModelRunner
 from common.engine.rules import SchedulerConfig
 from common.engine.scheduler import Scheduler
-from common.engine.speculator import MtpSpeculator
 from common.engine.stopping import StopChecker
-from common.errors import ConfigError
 from common.kv_cache.layout import KVLayout, build_layout
 from common.kv_cache.manager import KVCacheManager, pool_sizes
 from common.kv_cache.storage import KVStorage
@@ -80,7 +79,8 @@ def assemble(
     options: EngineOptions,
 ) -> BuiltEngine:
     """The engine over loaded weights."""
-    num_modules = _num_modules(modules, options.num_speculative_tokens)
+    method = choose_method(modules, options)
+    num_modules, speculation = method.num_modules, method.speculation
     config = trunk.config
     windows = modules.config.windows[:num_modules] if modules is not None else ()
     layout = build_layout(
@@ -93,28 +93,34 @@ def assemble(
         recurrent_layers=config.recurrent_layers,
     )
     sizes = pool_sizes(layout, options.kv_cache_mib << 20, options.num_blocks)
-    hasher = BlockHasher(options.block_size, num_modules, options.hash_algorithm, options.hash_seed)
-    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching)
+    plain = options.disable_lookahead_block_hashes
+    hash_lookahead = 0 if plain else speculation.lookahead
+    hasher = BlockHasher(options.block_size, hash_lookahead, options.hash_algorithm, options.hash_seed)
+    drop = plain and speculation.lookahead > 0
+    if drop and options.prefix_caching:
+        check_dropped_block(options.block_size, speculation)
+    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching, drop)
     storage = KVStorage(layout, sizes)
     limit = config.max_position_embeddings
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         max_model_len=min(options.max_model_len, limit) if options.max_model_len else limit,
-        num_modules=num_modules,
+        speculation=speculation,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
     )
 
     def stop_checker(request: Request) -> StopChecker:
         return StopChecker(request, tokenizer.eos_token_ids, tokenizer.detokenizer)
 
-    speculator = MtpSpeculator(modules, num_modules, storage) if modules is not None and num_modules else None
-    runner = ModelRunner(trunk, storage, speculator, tokenizer.eos_token_ids)
+    drafter = method.make(modules, storage, config.vocab_size)
+    runner = ModelRunner(trunk, storage, drafter, tokenizer.eos_token_ids)
     fingerprint = {
         "model": files.name,
         "trunk_digest": digest,
         "modules_digest": modules_digest(files, num_modules),
         "num_modules": str(num_modules),
+        "lookahead": str(speculation.lookahead),
         "hash": hasher.fingerprint,
         **layout.describe(),
     }
@@ -128,13 +134,3 @@ def modules_digest(files: ModelFiles, num_modules: int) -> str:
         return "none"
     with open(files.modules_folder / "model.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _num_modules(modules: MtpModules | None, wanted: int) -> int:
-    available = 0 if modules is None else modules.num_modules
-    if wanted > available:
-        raise ConfigError(
-            f"num_speculative_tokens is {wanted}, the modules folder has {available} MTP modules; "
-            f"use at most {available} (or -1 for all)"
-        )
-    return available if wanted < 0 else wanted

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.engine.attention_plan import PagedAttend, Span
 from common.engine.batch import RequestOutput, RunnerOutput, ScheduledBatch, ScheduledRequest
 from common.engine.counter_rng import request_key
+from common.engine.drafter import Drafter, Drafts, Verified
 from common.engine.sampler import (
     DraftDistribution,
     process_logits,
@@ -21,7 +22,6 @@ from common.engine.sampler import (
     verify_seeded,
     verify_unseeded,
 )
-from common.engine.speculator import Drafts, MtpSpeculator, Verified
 from common.engine.state_plan import PagedRecurrence, StateSpan
 from common.kv_cache.storage import KVStorage
 from common.model.transformer import Transformer
@@ -35,7 +35,7 @@ class ModelRunner:
         self,
         trunk: Transformer,
         storage: KVStorage,
-        speculator: MtpSpeculator | None,
+        speculator: Drafter | None,
         eos_token_ids: Collection[int],
     ) -> None:
         self.trunk = trunk

@@ -5,27 +5,28 @@ From 02-exactness 2 and 3 of the design; each is tested by itself and by breakin
 
 from dataclasses import dataclass
 
+from common.engine.speculation import NO_SPECULATION, Speculation
 from common.errors import ConfigError
 from common.request import Request
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """``num_modules`` is N; ``max_model_len`` counts prompt and output."""
+    """``max_model_len`` counts prompt and output."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    num_modules: int = 0
+    speculation: Speculation = NO_SPECULATION
     long_prefill_token_threshold: int = 0
 
     def __post_init__(self) -> None:
-        chunk = self.max_chunk
-        if chunk < self.num_modules + 1:
+        chunk, lookahead = self.max_chunk, self.speculation.lookahead
+        if chunk < lookahead + 1:
             raise ConfigError(
                 f"a step may hold {chunk} tokens (max_num_batched_tokens {self.max_num_batched_tokens}, "
-                f"long_prefill_token_threshold {self.long_prefill_token_threshold}), but N = "
-                f"{self.num_modules} MTP modules need at least {self.num_modules + 1}; raise the smaller one"
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold}), but a drafter that "
+                f"looks {lookahead} tokens ahead needs at least {lookahead + 1}; raise the smaller one"
             )
 
     @property
@@ -37,7 +38,7 @@ class SchedulerConfig:
     @property
     def tail(self) -> int:
         """Tokens that a hit, a lost carry row or a fork leaves to compute: they refill the carry."""
-        return max(self.num_modules, 1)
+        return self.speculation.tail
 
 
 def next_share(
@@ -55,18 +56,19 @@ def next_share(
         # A step that verifies n drafts may emit n + 1 tokens: never past the request's own end.
         left = min(request.sampling.max_tokens - request.num_output_tokens, limit - request.num_tokens)
         return num_new, request.drafts[: max(0, min(budget - num_new, left - 1))]
-    # Reserve rule: a chunk ends the prompt or leaves at least N known tokens.
+    # Reserve rule: a chunk ends the prompt or leaves at least k known tokens.
     remaining = request.num_tokens - request.num_computed - num_new
-    if 0 < remaining < config.num_modules:
-        num_new -= config.num_modules - remaining
+    lookahead = config.speculation.lookahead
+    if 0 < remaining < lookahead:
+        num_new -= lookahead - remaining
     return num_new, ()
 
 
-def final_upto(request: Request, num_modules: int) -> int:
-    """Positions below it are never written again: min(num_computed, T - N + 1)."""
-    if num_modules == 0:
+def final_upto(request: Request, lookahead: int) -> int:
+    """Positions below it are never written again: min(num_computed, T - k + 1)."""
+    if lookahead == 0:
         return request.num_computed
-    return max(0, min(request.num_computed, request.num_tokens - num_modules))
+    return max(0, min(request.num_computed, request.num_tokens - lookahead))
 
 
 def is_pinned(request: Request) -> bool:

@@ -237,7 +237,7 @@ class Scheduler:
                 self.ready.remove(request)
                 request.state = RequestState.RUNNING
                 self.running.append(request)
-            upto = request.num_computed + num_new + len(drafts)
+            upto = self._slots_upto(request, num_new, len(drafts))
             if not self._make_room(request, upto, order, entries):
                 continue
             entries[request.request_id] = self._entry(request, num_new, drafts)
@@ -261,6 +261,13 @@ class Scheduler:
     @property
     def _num_seated(self) -> int:
         return len(self.running) + len(self.ready)
+
+    def _slots_upto(self, request: Request, num_new: int, num_drafts: int) -> int:
+        """One past the last slot that a step writes, drafting past T included."""
+        end = request.num_computed + num_new + num_drafts
+        if request.stop_at is not None or request.num_computed + num_new < request.num_tokens:
+            return end  # nothing is sampled, so nothing is drafted
+        return max(end, min(end + self.config.speculation.num_slots, self.limit))
 
     def _make_room(
         self, request: Request, upto: int, order: Sequence[Request], entries: Mapping[str, ScheduledRequest]
@@ -313,7 +320,7 @@ class Scheduler:
         num_new, _ = next_share(request, budget, self.config, self.limit)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
         alone = not (headroom or self._receiving_ids or self._held_ids)
-        upto = request.end if is_pinned(request) else request.num_computed + num_new
+        upto = request.end if is_pinned(request) else self._slots_upto(request, num_new, 0)
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
             self.kv.free(request)
             request.num_computed = 0
@@ -378,7 +385,7 @@ class Scheduler:
             request.drafts = result.next_drafts
         elif request.stop_at == request.num_computed:
             reason = FinishReason.CUT
-        final = final_upto(request, self.config.num_modules)
+        final = final_upto(request, self.config.speculation.lookahead)
         self.kv.register_final(request, final)
         update = RequestUpdate(
             request.request_id,
@@ -459,7 +466,7 @@ class Scheduler:
         assert self._num_seated <= self._seats, "more requests than seats"
         for request in self.requests.values():
             assert 0 <= request.num_computed <= request.num_tokens, f"{request!r} computed too much"
-            assert len(request.drafts) <= self.config.num_modules
+            assert len(request.drafts) <= self.config.speculation.num_drafts
             if request.state is RequestState.WAITING:
                 assert not any(request.tables), f"{request!r} waits and owns blocks"
         self.kv.check_invariants(self.requests.values())

@@ -7,7 +7,7 @@ Slots that are exact already, and slots that read a token nobody knows, are not 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,25 +16,11 @@ from torch import Tensor
 from common.engine.attention_plan import PagedAttend, Span
 from common.engine.batch import ScheduledRequest
 from common.engine.counter_rng import request_key
+from common.engine.drafter import Choice, Drafts, Verified
 from common.engine.sampler import DraftDistribution, draw_draft, truncated_log_probs
+from common.engine.speculation import Speculation, multi_module
 from common.kv_cache.storage import KVStorage
 from common.model.mtp import MtpModules
-
-
-@dataclass
-class Verified:
-    """A step's outcome for one entry, before drafting: ``tokens`` end with the trunk's own draw."""
-
-    tokens: tuple[int, ...] = ()
-    num_accepted: int = 0
-
-
-@dataclass
-class Drafts:
-    """What the modules proposed for one entry, and (sampled requests) what it was drawn from."""
-
-    ids: list[int] = field(default_factory=list)
-    log_q: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,11 @@ class Rows:
 class MtpSpeculator:
     """Stateless but for the carry: the trunk's hidden rows of positions max(0, T-N+1)..T-1 by request."""
 
-    def __init__(self, modules: MtpModules, num_modules: int, storage: KVStorage) -> None:
+    def __init__(
+        self, modules: MtpModules, num_modules: int, storage: KVStorage, choose: Choice | None = None
+    ) -> None:
+        self.speculation: Speculation = multi_module(num_modules)
+        self._choose = choose
         self._modules = modules
         self._storage = storage
         self.num_modules = num_modules
@@ -77,7 +67,12 @@ class MtpSpeculator:
     def run(
         self, entries: Sequence[ScheduledRequest], verified: Sequence[Verified], hidden: Sequence[Tensor]
     ) -> list[Drafts]:
-        """``hidden[i]`` [positions of entry i, D] are the trunk's; returns drafts for entries that sample."""
+        return self.run_modules(entries, verified, hidden)[0]
+
+    def run_modules(
+        self, entries: Sequence[ScheduledRequest], verified: Sequence[Verified], hidden: Sequence[Tensor]
+    ) -> tuple[list[Drafts], list[Rows], Tensor]:
+        """The pass itself: (drafts, rows, last module's output [D] of every entry that samples)."""
         rows = [self.rows(e, v, h) for e, v, h in zip(entries, verified, hidden, strict=True)]
         spans = [Span(e.tables, r.first, r.end) for e, r in zip(entries, rows, strict=True)]
         attend = PagedAttend.over(self._storage, self._module_groups, spans)
@@ -96,8 +91,8 @@ class MtpSpeculator:
             state = self._modules.forward_module(m, state, ids, positions, paged)
             if drafting:
                 logits = self._modules.draft_logits(m, state[last_rows])
-                self._draw(m, entries, rows, drafting, logits, drafts)
-        return drafts
+                self.draw(m, entries, rows, drafting, logits, drafts)
+        return drafts, rows, state[last_rows]
 
     def first_row(self, entry: ScheduledRequest, exact_upto: int) -> int:
         """F: re-prefill starts here. Slots below it are exact, whatever was accepted (02-exactness 1)."""
@@ -143,7 +138,7 @@ class MtpSpeculator:
         carry = self._carry.get(entry.request_id)
         return hidden[:0] if carry is None else carry
 
-    def _draw(
+    def draw(
         self,
         m: int,
         entries: Sequence[ScheduledRequest],
@@ -166,8 +161,11 @@ class MtpSpeculator:
                 index = draw_draft(log_q, self._modules.draft_vocab, sampling, key, position, vocab)
                 token = int(self._modules.draft_ids(torch.tensor(index)))
                 drafts[i].log_q.append(log_q)
+            if self._choose is not None:
+                token = self._choose(entries[i].request_id, position, token)
             drafts[i].ids.append(token)
-            rows[i].next_ids[position - rows[i].first - 1] = token
+            if m < self.num_modules:
+                rows[i].next_ids[position - rows[i].first - 1] = token
 
     def distribution(self, drafts: Drafts) -> DraftDistribution | None:
         """What a sampled request's drafts were drawn from, for the next verification."""

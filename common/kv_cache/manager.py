@@ -46,6 +46,7 @@ class KVCacheManager:
     num_blocks: Sequence[int]
     hasher: BlockHasher
     prefix_caching: bool = True
+    drop_last_block: bool = False  # plain hashes: the last block of a hit may hold another reader's draft KV
     stats: CacheStats = field(default_factory=CacheStats)
 
     def __post_init__(self) -> None:
@@ -231,7 +232,10 @@ class KVCacheManager:
             limit = min(limit, (request.stop_at - 1) // self.block_size)  # something is left to compute
         if at_most is not None:
             limit = min(limit, at_most // self.block_size)
-        return self._longest_hit(request.block_hashes, limit * self.block_size)
+        hit = self._longest_hit(request.block_hashes, limit * self.block_size)
+        if self.drop_last_block:
+            hit = self._longest_hit(request.block_hashes, max(0, hit - self.layout.hit_unit))
+        return hit
 
     def _longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Tokens. Each group rounds down to its own blocks, so the fixed point is a multiple of them all."""

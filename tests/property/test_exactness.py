@@ -17,9 +17,10 @@ from torch import Tensor
 
 from common.engine.batch import RunnerOutput, ScheduledBatch, ScheduledRequest
 from common.engine.draft_kv_oracle import draft_kv_max_diff
+from common.engine.drafter import Verified
 from common.engine.engine import Engine
 from common.engine.model_runner import ModelRunner
-from common.engine.speculator import MtpSpeculator, Rows, Verified
+from common.engine.speculator import MtpSpeculator, Rows
 from common.kv_cache.storage import KVStorage
 from common.model.mtp import MtpModules
 from common.model.transformer import Transformer

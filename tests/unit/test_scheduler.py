@@ -6,6 +6,7 @@ import pytest
 from common.detokenizer import IncrementalDetokenizer
 from common.engine.engine import Engine
 from common.engine.rules import SchedulerConfig
+from common.engine.speculation import multi_module
 from common.engine.stopping import StopChecker
 from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooLong, ProtocolViolation
 from common.kv_events import BlockStored
@@ -134,11 +135,11 @@ def test_the_threshold_bounds_one_prompts_share() -> None:
 
 
 def test_a_step_must_hold_a_hand_over() -> None:
-    SchedulerConfig(5, 4, 100, num_modules=4)
-    with pytest.raises(ConfigError, match=r"step may hold 4 tokens .* 4.* N = 4 .* at least 5"):
-        SchedulerConfig(4, 4, 100, num_modules=4)
+    SchedulerConfig(5, 4, 100, speculation=multi_module(4))
+    with pytest.raises(ConfigError, match=r"step may hold 4 tokens .* looks 4 tokens ahead needs at least 5"):
+        SchedulerConfig(4, 4, 100, speculation=multi_module(4))
     with pytest.raises(ConfigError, match="long_prefill_token_threshold 3"):
-        SchedulerConfig(2048, 4, 100, num_modules=4, long_prefill_token_threshold=3)
+        SchedulerConfig(2048, 4, 100, speculation=multi_module(4), long_prefill_token_threshold=3)
 
 
 # ---- ends -----------------------------------------------------------------------------------------------
