@@ -126,10 +126,13 @@ class ControlClient:
         return await asyncio.shield(self.refused)
 
     def send(self, router_id: str, message: NodeMessage) -> bool:
-        """Queues ``message`` for that router, in order, without waiting; False if the router is gone."""
+        """Queues ``message`` for that router, in order, without waiting; False if the router is gone. One
+        that leaves no room is given up: no stream goes on with a hole in it."""
         for link in self._links:
-            if link.router_id == router_id and link.pump.send([encoder.encode(message)]):
-                return True
+            if link.router_id == router_id:
+                if link.pump.send([encoder.encode(message)]):
+                    return True
+                self._lose(link)
         self.num_dropped += 1
         return False
 

@@ -238,6 +238,13 @@ class NodeHub:
             self.nodes[register.node_id] = self._by_identity[identity] = node
             logger.info("node %s joins as %s", register.node_id, register.role)
             self._on_join(node)
+        elif known.beats:
+            # We were silent for so long that it gave us up, and everything that it had of ours.
+            known.beats = False
+            known.last_heard_s = asyncio.get_running_loop().time()
+            logger.warning("node %s registers again; %d requests on it", known.node_id, len(known.legs))
+            for leg in list(known.legs.values()):
+                leg.lose("lost touch with this router")
         self._send(identity, Registered(self.router_id))
 
     def _drop(self, node: Node, how: str) -> None:

@@ -30,6 +30,7 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
     draining: bool = False
     last_event_seq: int = -1
+    beats: bool = False  # a heartbeat came since it last registered: it knew itself registered
     legs: dict[str, "Leg"] = field(default_factory=dict)  # by request id: this router's work there
     _foreign: int = 0  # requests of other routers, as of the last heartbeat
 
@@ -52,6 +53,7 @@ class Node:
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> None:
         self.last_heard_s = now_s
+        self.beats = True
         self.load = heartbeat.load
         self.draining = heartbeat.draining
         self.last_event_seq = heartbeat.last_event_seq

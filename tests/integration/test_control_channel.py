@@ -299,3 +299,49 @@ def test_what_a_router_sent_before_it_was_lost_is_not_begun_after() -> None:
         await ends.hub.close()
 
     run(story)
+
+
+def test_a_node_that_gave_its_router_up_fails_what_the_router_waits_for() -> None:
+    async def story() -> None:
+        ends = Ends()
+        node_end = NodeEnd("d", ends.address)
+        node = await ends.node("d")
+        await eventually(lambda: node.beats)
+        leg = ends.hub.open(node, request("a"))
+        await eventually(lambda: len(node_end.received) == 1)
+        # 1. The router stands still for longer than the node waits.
+        (link,) = node_end.client._links
+        node_end.client._lose(link)
+        assert node_end.lost == ["r"]
+        # 2. It goes on, and is told by the node's registering again, under the same epoch.
+        with pytest.raises(NodeFailed, match="lost touch with this router while waiting for an answer"):
+            await leg.answer(2.0, "an answer")
+        assert leg.ended
+        # 3. What is sent from then on arrives; registering twice in a row harms nothing.
+        later = ends.hub.open(node, request("b"))
+        link.pump.send([encoder.encode(node_end.register)])
+        await eventually(lambda: len(node_end.received) == 2)
+        node_end.client.send("r", Accepted("b"))
+        assert isinstance(await later.answer(1.0, "x"), Accepted)
+        assert ends.events == ["join d"]
+        await node_end.client.close()
+        await ends.hub.close()
+
+    run(story)
+
+
+def test_a_router_that_leaves_no_room_is_given_up() -> None:
+    async def story() -> None:
+        ends = Ends()
+        node_end = NodeEnd("d", ends.address)
+        await ends.node("d")
+        await eventually(lambda: node_end.client.router_ids == ["r"])
+        link = node_end.client._links[0]
+        link.pump.close()  # takes nothing any more, as a full queue
+        assert not node_end.client.send("r", TokenChunk("a", (1,)))
+        assert node_end.lost == ["r"]
+        assert node_end.client.router_ids == []
+        await node_end.client.close()
+        await ends.hub.close()
+
+    run(story)
