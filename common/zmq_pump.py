@@ -6,10 +6,13 @@ meanwhile. One reader callback and no futures, which is what a message per token
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import cast
 
 import zmq
+
+logger = logging.getLogger(__name__)
 
 MESSAGES_PER_WAKEUP = 256  # then other callbacks of the loop get their turn
 
@@ -65,5 +68,8 @@ class ZmqPump:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except Exception:  # those behind it are read all the same: no signal would come for them
+                logger.exception("handling a message of %d frames failed", len(frames))
         self._look_again()

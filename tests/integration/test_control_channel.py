@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+import zmq
 
 from common.control_client import ControlClient
 from common.errors import ConfigError, DeadlineExceeded, NodeFailed
@@ -21,6 +22,7 @@ from common.messages import (
 )
 from common.metrics import ROUTER_METRICS, Metrics
 from common.request import SamplingParams
+from common.zmq_pump import ZmqPump
 from router.node_hub import NodeHub
 from router.registry import Node
 from tests.fakes_node import make_register
@@ -343,5 +345,24 @@ def test_a_router_that_leaves_no_room_is_given_up() -> None:
         assert node_end.client.router_ids == []
         await node_end.client.close()
         await ends.hub.close()
+
+    run(story)
+
+
+def test_a_message_that_cannot_be_handled_does_not_hold_up_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        there, here = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        there.bind("inproc://pump")
+        here.connect("inproc://pump")
+        got: list[int] = []
+        pump = ZmqPump(here, lambda frames: got.append(10 // int(frames[0])))
+        for number in (b"0", b"1", b"0", b"5"):
+            there.send(number)
+        await eventually(lambda: got == [10, 2])
+        assert caplog.text.count("handling a message of 1 frames failed") == 2
+        pump.close()
+        there.close()
+        context.term()
 
     run(story)
