@@ -35,6 +35,7 @@ from kv_transfer.protocol import (
     Failed,
     Finish,
     Nak,
+    NakCode,
     Pull,
     PullOk,
     ReceiverEvent,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _QUIET_GRACE_S = 2.0  # for receives in flight to end by themselves before the lane is closed by force
+# P is asked as soon as D has accepted the prompt: what it does not know for so long it never will.
+_UNKNOWN_GRACE_S = 10.0
 _ATTEMPT = 1  # attempts never share tags; a retry of a failed transfer would take the next number
 
 T = TypeVar("T")
@@ -101,6 +104,7 @@ class Fetch:
         self._finish: Finish | None = None
         self._refused = False  # P serves nothing of ours: there is nothing to abort
         self._retry: asyncio.TimerHandle | None = None
+        self._unknown_since: float | None = None
         self._quiet = asyncio.Event()
         self._moving_since: float | None = None
 
@@ -188,6 +192,13 @@ class Fetch:
             self._refused = True
             self.fail(f"{nak.code.value}: {nak.reason}")
             return
+        if nak.code is NakCode.UNKNOWN:
+            now = self._loop.time()
+            if self._unknown_since is None:
+                self._unknown_since = now
+            if now - self._unknown_since > _UNKNOWN_GRACE_S:
+                self.fail(f"unknown: the prefill node was not asked for this prompt in {_UNKNOWN_GRACE_S} s")
+                return
         self.machine.handle(ReceiverEvent.RETRY)
         self._receiver.metrics.retries += 1
         if self._retry is not None:

@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import TransferFailed
+from kv_transfer import fetching
 from kv_transfer.config import TransferConfig
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -309,5 +311,20 @@ def test_an_unexpected_error_ends_the_session_and_not_the_pair(post: str) -> Non
             await until(lambda: p.sender.num_held == 0)
             await transfer_works(p, "d", 4)
             assert p.receiver.metrics.sessions_open == 1
+
+    run(story())
+
+
+def test_a_prompt_that_nobody_sends_to_the_prefill_node_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(fetching, "_UNKNOWN_GRACE_S", 0.3)
+        async with pair() as p:
+            ticket = msgspec.structs.replace(p.sender.offer("other"), transfer_id="a", generation=0)
+            async with asyncio.timeout(2.0):
+                with pytest.raises(TransferFailed, match="unknown: the prefill node was not asked"):
+                    await p.receiver.fetch(ticket, FOUR, 64)
+            assert p.receiver.metrics.failures["unknown"] == 1
 
     run(story())
