@@ -268,3 +268,17 @@ def test_a_request_that_is_given_up_ends_with_an_error_that_says_why() -> None:
             await eventually(d._is_idle)
 
     scenario(story)
+
+
+def test_a_node_that_closes_with_prefills_on_it_fails_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p):
+            assert isinstance(await answer(hub.open(node, prefill_of(node, "a"))), Accepted)
+            await eventually(lambda: p._prefills["a"].summary is not None)  # held, for a D that never comes
+            started_s = time.monotonic()
+        assert time.monotonic() - started_s < WAIT_S, "the drain has its deadline"
+        await asyncio.sleep(0.05)
+        assert p._is_idle()
+        assert not [record for record in caplog.records if record.exc_info]
+
+    scenario(story)
