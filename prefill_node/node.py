@@ -19,7 +19,7 @@ from common.engine.batch import RequestSummary, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
 from common.engine.node_runtime import NodeRuntime, fire_and_log
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 from common.extra_keys import ExtraKeys
 from common.kv_cache.offered_blocks import final_blocks
 from common.messages import (
@@ -75,8 +75,14 @@ class PrefillNode:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        host = self.config.node.host
-        await self.sender.start(host, self.config.node.transfer_port)
+        host, port = self.config.node.host, self.config.node.transfer_port
+        try:
+            await self.sender.start(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} for the KV transfer cannot be had ({error}); choose another with "
+                "--transfer-port"
+            ) from None
         address = TransferAddress(
             engine_id=self.sender.engine_id,
             incarnation=self.sender.incarnation,

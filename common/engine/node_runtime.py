@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from common.config import EngineOptions, LogOptions, ModelOptions, NodeOptions
@@ -18,7 +19,7 @@ from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
-from common.errors import IncompatiblePeer, NodeFailed
+from common.errors import BatonError, IncompatiblePeer, NodeFailed
 from common.kv_event_publisher import KVEventPublisher
 from common.log import setup_logging
 from common.messages import Heartbeat, NodeLoad, NodeMessage, Register, TransferAddress
@@ -155,7 +156,8 @@ class NodeRuntime:
         return [] if registered else ["not registered with a router"]
 
     def _heartbeat(self) -> Heartbeat:
-        self.loop.call(self._measure)  # for the next one: the engine's state is its thread's own
+        # For the next one: the engine's state is its thread's own.
+        self.loop.call(self._measure).add_done_callback(_log_unless_stopped)
         self.metrics.observe_load(self._load)
         return Heartbeat(self.node_id, self.epoch, self.publisher.last_seq, self._load, self.draining)
 
@@ -207,6 +209,12 @@ class NodeRuntime:
             tokenizer_digest=built.tokenizer.digest,
             transfer=transfer,
         )
+
+
+def _log_unless_stopped(measured: "Future[None]") -> None:
+    error = measured.exception()
+    if error is not None and not isinstance(error, BatonError):
+        logger.error("the engine's figures cannot be had; heartbeats repeat old ones", exc_info=error)
 
 
 def fire_and_log(task_name: str, work: Awaitable[None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:

@@ -4,6 +4,7 @@ The test is the router: it holds the real hub and opens legs by hand.
 """
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import pytest
 from common.config import NodeOptions
 from common.engine.batch import RunnerOutput, ScheduledBatch
 from common.engine.engine import Engine
-from common.errors import TransferFailed
+from common.errors import ConfigError, TransferFailed
 from common.kv_ticket import KVTicket
 from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused
 from common.metrics import ROUTER_METRICS, Metrics
@@ -280,5 +281,28 @@ def test_a_node_that_closes_with_prefills_on_it_fails_nowhere(caplog: pytest.Log
         await asyncio.sleep(0.05)
         assert p._is_idle()
         assert not [record for record in caplog.records if record.exc_info]
+
+    scenario(story)
+
+
+def test_a_transfer_port_in_use_is_named() -> None:
+    async def story() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            options = NodeOptions(transfer_port=port)
+            node = PrefillNode(PrefillConfig(transfer=TRANSFER, node=options), fake_built())
+            with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 .* --transfer-port"):
+                await node.serve()
+            await node.sender.close()
+            node.runtime.publisher.close()
+
+    scenario(story)
+
+
+def test_figures_that_cannot_be_had_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with decode_node() as (_, _, d):
+            d.runtime.transfer_load = lambda: (1, 2)  # type: ignore[assignment, return-value]
+            await eventually(lambda: "figures cannot be had" in caplog.text)
 
     scenario(story)
