@@ -33,6 +33,7 @@ from router.prepare import Job, Services, prepare
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+CLIENT_STALL_TIMEOUT_S = 60.0  # a client that reads nothing of its stream for so long is taken for gone
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -92,7 +93,7 @@ class GenerationEndpoint:
                     await _unless_it_ends_early(self._door, receive, self._generate(raw, request_id, answer))
             except RequestAborted as left:
                 answer.status = left.http_status  # for the metrics: nobody is there to read it
-                logger.info("the client left; its request was aborted")
+                logger.info("request was aborted: %s", left.message)
             except BatonError as error:
                 if error.http_status >= 500:
                     logger.warning("request failed: %s", error.message)
@@ -191,7 +192,13 @@ class _Answer:
             self._streaming = True
             self.status = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        try:
+            async with asyncio.timeout(CLIENT_STALL_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        except TimeoutError:
+            raise RequestAborted(
+                f"the client read nothing of its stream for {CLIENT_STALL_TIMEOUT_S:g} s"
+            ) from None
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

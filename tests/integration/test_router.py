@@ -5,7 +5,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import httpx
@@ -14,7 +14,10 @@ import pytest
 from common.errors import ConfigError
 from common.messages import NodeLoad, Refused
 from common.tokenizer import Tokenizer
+from router import generation
 from router.config import Limits, ListenOptions, PolicyOptions, RouterConfig, Timeouts
+from router.generation import GenerationEndpoint
+from router.openai_types import parse_completion
 from router.registry import ServedModel
 from router.server import Router
 from tests.builders_tokenizer import byte_level_tokenizer
@@ -572,3 +575,29 @@ def test_a_port_in_use_is_named() -> None:
 def test_the_router_loads_no_torch() -> None:
     code = "import sys, router.server; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_a_client_that_does_not_read_holds_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(c: Cluster) -> None:
+        monkeypatch.setattr(generation, "CLIENT_STALL_TIMEOUT_S", 0.1)
+        d = decode_node()
+        d.delay_s = 0.05
+        await c.join(d)
+        body = json.dumps({"model": "fake", "prompt": "hello", "stream": True, "max_tokens": len(TOKENS)})
+        sent: list[MutableMapping[str, Any]] = []
+        asked: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        asked.put_nowait({"type": "http.request", "body": body.encode()})
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+            if len(sent) > 2:  # the buffers are full
+                await asyncio.Event().wait()
+
+        endpoint = GenerationEndpoint(c.router.door, parse_completion, "completions")
+        async with asyncio.timeout(2.0):
+            await endpoint({"type": "http", "headers": []}, asked.get, send)
+        assert len(sent) == 3
+        assert c.router.door.num_in_flight == 0
+        await eventually(lambda: d.aborts() == [d.requests()[0].request_id])
+
+    scenario(story)
