@@ -10,6 +10,7 @@
     |   +-- Overloaded          429  queue full: try again later
     |   +-- NoNodeAvailable     503
     |   +-- NodeFailed          502  a node died or answered nonsense
+    |   |   +-- EngineStopped   502  the node is up, its engine is not
     |   +-- DeadlineExceeded    504
     +-- TransferError           KV transfer between nodes
     |   +-- TransferFailed           the request goes on without the transfer
@@ -84,6 +85,10 @@ class NoNodeAvailable(ServiceError):
 
 class NodeFailed(ServiceError):
     http_status = 502
+
+
+class EngineStopped(NodeFailed):
+    """A call came after the engine's loop had ended: it was not carried out."""
 
 
 class DeadlineExceeded(ServiceError):

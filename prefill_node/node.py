@@ -11,7 +11,6 @@ and only then does the node end the request. A transfer that is released early e
 """
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -216,8 +215,7 @@ class PrefillNode:
             engine.abort(prefill.request_id)  # computing or held: either way it ends here
             self._offered_upto.pop(prefill.request_id, None)
 
-        with contextlib.suppress(BatonError):  # the engine has stopped, and its blocks went with it
-            await self.runtime.tell(end)
+        await self.runtime.tell(end)
         self._prefills.pop(prefill.request_id, None)
         summary = prefill.summary
         committed = summary is not None and reason == "committed"

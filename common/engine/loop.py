@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from common.engine.batch import StepOutput
 from common.engine.engine import Engine
-from common.errors import BatonError
+from common.errors import EngineStopped
 from common.kv_events import KVEvent
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class EngineLoop:
                 return
             try:
                 if self._stopped:
-                    raise BatonError("the engine has stopped")
+                    raise EngineStopped("the engine has stopped")
                 future.set_result(function(self.engine))
             except BaseException as error:  # it belongs to the caller, whatever it is
                 future.set_exception(error)

@@ -7,6 +7,7 @@ loop, in order.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
-from common.errors import BatonError, IncompatiblePeer, NodeFailed
+from common.errors import EngineStopped, IncompatiblePeer, NodeFailed
 from common.kv_event_publisher import KVEventPublisher
 from common.log import setup_logging
 from common.messages import Heartbeat, NodeLoad, NodeMessage, Register, TransferAddress
@@ -129,9 +130,10 @@ class NodeRuntime:
     async def tell(self, function: Callable[[Engine], None]) -> None:
         """`call` for what must happen: neither a long step nor the end of whoever waits withdraws it.
 
-        The loop answers every call, at the latest with BatonError when it stops.
+        The loop answers every call, at the latest when it stops; what it held ended with it then.
         """
-        await asyncio.shield(asyncio.wrap_future(self.loop.call(function)))
+        with contextlib.suppress(EngineStopped):
+            await asyncio.shield(asyncio.wrap_future(self.loop.call(function)))
 
     def send(self, router_id: str, message: NodeMessage) -> None:
         if self.control is not None:
@@ -213,7 +215,7 @@ class NodeRuntime:
 
 def _log_unless_stopped(measured: "Future[None]") -> None:
     error = measured.exception()
-    if error is not None and not isinstance(error, BatonError):
+    if error is not None and not isinstance(error, EngineStopped):
         logger.error("the engine's figures cannot be had; heartbeats repeat old ones", exc_info=error)
 
 

@@ -306,3 +306,17 @@ def test_figures_that_cannot_be_had_are_told(caplog: pytest.LogCaptureFixture) -
             await eventually(lambda: "figures cannot be had" in caplog.text)
 
     scenario(story)
+
+
+def test_a_node_that_closes_while_it_receives_fails_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with decode_node() as (hub, node, d):
+            d.receiver = StuckReceiver(d.receiver)
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            leg = hub.open(node, decode_of(node, "a", ticket, 28))
+            assert isinstance(await answer(leg), Accepted)
+        d.receiver.go.set()  # the transfer ends after the engine
+        await asyncio.sleep(0.05)
+        assert not [record for record in caplog.records if record.exc_info]
+
+    scenario(story)
