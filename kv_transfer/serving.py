@@ -92,6 +92,7 @@ class Serve:
         self.num_reading = 0  # sends that still read the offer's blocks
         self.num_pending = 0  # the same and the empty messages of an abort
         self.aborted = False
+        self._all_held = False  # every wanted block is, once the prompt is finished
         self._tag_base = tag_base
         self._pools = pools
         self._lane = lane
@@ -118,10 +119,13 @@ class Serve:
             self._post(chunk, ids)
         if offer.machine.state is not SenderState.SENDING or offer.finished is None:
             return
-        missing = offer.first_missing(self.chunks[self.next_seq :])
-        if missing is not None:
-            self._stop(offer, SenderEvent.FAIL, f"prefill node does not hold the wanted {missing}")
-        elif self.next_seq == len(self.chunks) and self._lease_holds():
+        if not self._all_held:  # looked at once: it takes a pass over all chunks, and every credit comes here
+            missing = offer.first_missing(self.chunks[self.next_seq :])
+            if missing is not None:
+                self._stop(offer, SenderEvent.FAIL, f"prefill node does not hold the wanted {missing}")
+                return
+            self._all_held = True
+        if self.next_seq == len(self.chunks) and self._lease_holds():
             carry, extra = offer.finished
             offer.machine.handle(SenderEvent.FINISH_SENT)
             self._send(

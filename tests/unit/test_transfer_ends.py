@@ -12,8 +12,10 @@ import pytest
 from common.errors import TransferFailed
 from kv_transfer import fetching
 from kv_transfer.config import TransferConfig
+from kv_transfer.plan import Chunk
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
+from kv_transfer.serving import Offer
 from tests.fakes_transfer import (
     BLOCK_SIZE,
     FakeNetwork,
@@ -326,5 +328,28 @@ def test_a_prompt_that_nobody_sends_to_the_prefill_node_is_not_waited_for(
                 with pytest.raises(TransferFailed, match="unknown: the prefill node was not asked"):
                     await p.receiver.fetch(ticket, FOUR, 64)
             assert p.receiver.metrics.failures["unknown"] == 1
+
+    run(story())
+
+
+def test_a_finished_prompt_is_looked_through_once_however_many_chunks_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[int] = []
+    look = Offer.first_missing
+
+    def counted(self: Offer, chunks: tuple[Chunk, ...]) -> str | None:
+        passes.append(len(chunks))
+        return look(self, chunks)
+
+    async def story() -> None:
+        monkeypatch.setattr(Offer, "first_missing", counted)
+        async with pair(chunk_bytes=8192) as p:
+            ticket = p.sender.offer("a")
+            p.compute("a", 1, 16)
+            p.sender.finish("a", b"row")
+            result = await p.receiver.fetch(ticket, {0: {q: q for q in range(16)}}, 256)
+            assert result.carry == b"row"
+            assert passes == [16]
 
     run(story())
