@@ -2,7 +2,8 @@
 
     python -m scripts.train_answers TRUNK TOPICS.txt OUT --first-shard 1000
 
-More on-policy text is what MTP modules need most: with half a million tokens they learn the text by heart.
+More on-policy text is what MTP modules need most: with a few hundred thousand tokens they learn the
+text by heart.
 Each topic (one a line) meets a few of the templates of `train_features`; answers are greedy, in batches of
 prompts of one length, and end at <|im_end|>. Shards are what `train_modules` reads, ready as they come.
 """

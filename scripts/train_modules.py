@@ -222,8 +222,8 @@ class Run:
             parameter.requires_grad_(True)
         return Optimiser(matrices, parameters, self.recipe.weight_decay)
 
-    def run(self) -> None:
-        """Both stages, from where an earlier run stopped."""
+    def run(self, copy_first: bool = True) -> None:
+        """Both stages, from where an earlier run stopped; between them module 0 is copied to the others."""
         saved = torch.load(self.state_path) if self.state_path.is_file() else None
         if saved is not None:
             self.modules.load_state_dict(saved["modules"])
@@ -241,7 +241,7 @@ class Run:
             self._train(active, optimiser, budgets[self.stage], peak)
             if self.stage == 0:
                 self.step, self.used_s = 0, 0.0
-                for m in range(1, self.modules.num_modules):
+                for m in range(1, self.modules.num_modules if copy_first else 0):
                     self.modules.module(m).load_state_dict(self.modules.module(0).state_dict())
 
     def _train(self, active: int, optimiser: Optimiser, budget_s: float, peak: float) -> None:
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--start", type=Path, help="modules folder of an earlier run to go on from")
+    parser.add_argument("--keep-chain", action="store_true", help="of --start keep modules 1.. too")
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
@@ -315,6 +316,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     folder, data, out = args.pop("trunk"), args.pop("data"), args.pop("out")
     start: Path | None = args.pop("start")
+    keep_chain: bool = args.pop("keep_chain")
     recipe = Recipe(**args)
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
@@ -338,7 +340,7 @@ def main() -> None:
     else:
         earlier = load_mtp(start, trunk, "float32", config.trunk_digest)
         modules.modules_list.load_state_dict(earlier.modules_list.state_dict())
-    Run(modules, recipe, counts, data, out).run()
+    Run(modules, recipe, counts, data, out).run(copy_first=not keep_chain)
 
 
 if __name__ == "__main__":

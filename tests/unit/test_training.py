@@ -24,6 +24,7 @@ from scripts.train_modules import Run as ModulesRun
 from scripts.train_optim import Muon, block_matrices, learning_rate, orthogonalise
 from scripts.train_plot import chart, ticks
 from scripts.train_plot import main as plot
+from scripts.train_prose import prose_of
 from scripts.train_trunk import Run as TrunkRun
 from scripts.train_trunk import tiny_config
 
@@ -259,6 +260,12 @@ def test_tiny_config_is_what_the_documentation_says() -> None:
     assert config.num_layers == 12
     assert config.layer_windows == (128, 128, 128, None) * 3
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (256, 4, 2, 64)
+
+
+def test_prose_leaves_out_code_and_short_lines() -> None:
+    sentence = "The server reads the request and answers it with a page that the client shows to its user. "
+    body = f"Short.\n\n{sentence * 2}\n\n    x = {{1: [2, 3]}}; y = x[1] + 4 * (5 - 6) % 7\n"
+    assert prose_of(body) == (sentence * 2).strip()
 
 
 def test_chart_ticks_are_round() -> None:
