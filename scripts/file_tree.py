@@ -30,7 +30,9 @@ def first_line(path: Path) -> str:
 
 def files(folder: str) -> list[Path]:
     paths = sorted((ROOT / folder).iterdir())
-    shown = [p for p in paths if p.is_file() and (p.suffix == ".py" or folder == "scripts")]
+    shown = [
+        p for p in paths if p.is_file() and (p.suffix == ".py" or (folder == "scripts" and not p.suffix))
+    ]
     return [p for p in shown if p.stat().st_size]
 
 
