@@ -5,10 +5,12 @@ and position, drafts drawn with the same g, accepted iff equal (Gumbel coupling)
 depend on the drafts. Unseeded: accept iff log p(x) > log u + log q(x), else draw from max(p - q, 0).
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,9 +110,10 @@ def verify_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]
 def verify_seeded(log_p: Tensor, drafts: Sequence[int], key: int, first: int) -> tuple[int, ...]:
     """log_p [n+1, V] of positions first .. first+n -> accepted drafts and one token more."""
     tokens: list[int] = []
+    rows = log_p.numpy()
     for j in range(len(drafts) + 1):
-        noise = gumbel(key, first + j, Purpose.SAMPLE, log_p.shape[-1])
-        tokens.append(int((log_p[j] + noise).argmax()))
+        noise = gumbel(key, first + j, Purpose.SAMPLE, log_p.shape[-1]).numpy()
+        tokens.append(int((rows[j] + noise).argmax()))
         if j < len(drafts) and drafts[j] != tokens[-1]:
             break
     return tuple(tokens)
@@ -121,22 +124,24 @@ def verify_unseeded(
 ) -> tuple[int, ...]:
     """As `verify_seeded`, by accept or residual; ``q`` has one row a draft (None iff there are none)."""
     tokens: list[int] = []
+    rows = log_p.numpy()  # a few small operations a draft: NumPy's cost a third of torch's
     for j, draft in enumerate(drafts):
         assert q is not None, "drafts of a sampled request come with their distribution"
-        full_q = _full_log_q(q, j, log_p.shape[-1])
+        log_q = _full_log_q(q, j, log_p.shape[-1]).numpy()
         valid = 0 <= draft < log_p.shape[-1]
         u = uniform(key, first + j, Purpose.ACCEPT, 1)[0]
-        if valid and float(log_p[j, draft]) > float(torch.tensor(u).log()) + float(full_q[draft]):
+        if valid and rows[j, draft] > math.log(u) + log_q[draft]:
             tokens.append(draft)
             continue
-        residual = (log_p[j].exp() - full_q.exp()).clamp_min(0.0)
-        noise = gumbel(key, first + j, Purpose.RESIDUAL, log_p.shape[-1])
+        residual = np.maximum(np.exp(rows[j]) - np.exp(log_q), 0.0)
+        noise = gumbel(key, first + j, Purpose.RESIDUAL, log_p.shape[-1]).numpy()
         # Rounding can leave nothing of p - q where p equals q: then p itself is the right draw.
-        source = residual.log() if float(residual.sum()) > 0.0 else log_p[j]
+        with np.errstate(divide="ignore"):
+            source = np.log(residual) if residual.any() else rows[j]
         tokens.append(int((source + noise).argmax()))
         return tuple(tokens)
-    noise = gumbel(key, first + len(drafts), Purpose.SAMPLE, log_p.shape[-1])
-    return (*tokens, int((log_p[len(drafts)] + noise).argmax()))
+    noise = gumbel(key, first + len(drafts), Purpose.SAMPLE, log_p.shape[-1]).numpy()
+    return (*tokens, int((rows[len(drafts)] + noise).argmax()))
 
 
 def _full_log_q(q: DraftDistribution, j: int, vocab_size: int) -> Tensor:
