@@ -74,6 +74,9 @@ class EngineOptions:
         choices=("blake2b", "sha256_cbor", "xxhash_cbor"),
     )
     hash_seed: str = option("", "seed string of the first block's parent hash; equal on all nodes")
+    tell_salted_tokens: bool = option(
+        False, "KV events of requests with a cache_salt tell token ids and salt too, not only hashes"
+    )
     threads: int = option(0, "CPU threads for tensor work; 0: all cores", minimum=0)
 
 

@@ -3,7 +3,8 @@
 Two forms, both flat and in this order: the *hash form* tags every key (``("lora", name, path)``,
 ``("mm", identifier, offset)``, ``("cache_salt", salt)``, ``("prompt_embeds", digest)``); the *event
 form* is what ``BlockStored.extra_keys`` publishes (name, ``[identifier, offset]``, salt, digest). The
-event form has no adapter path; together with ``lora_name`` it gives the hash form back.
+event form has no adapter path; together with ``lora_name`` it gives the hash form back. Blocks of a salted
+request are published with ``WITHHELD`` instead (docs/kv-events.md).
 """
 
 import itertools
@@ -15,6 +16,11 @@ from typing import Any
 
 HashKeys = tuple[tuple[Any, ...], ...]
 """Extra keys of one block in the hash form, never empty (no keys is None)."""
+
+
+WITHHELD = ("",)
+"""Event form of a block whose salt, keys and tokens are not told. No other block has it: an empty salt is
+no salt, so a reader that goes by the keys matches it with nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,10 @@ def from_event_form(
     """
     if not event_keys:
         return None
+    if tuple(event_keys) == WITHHELD:
+        raise ValueError(
+            "the keys of a salted request's block are withheld: its event does not give the hash"
+        )
     keys: list[tuple[Any, ...]] = []
     rest = list(event_keys)
     if lora_name is not None and rest[0] == lora_name:

@@ -1,7 +1,9 @@
 """KV events as lines for a person: sequence, gaps, recoveries, blocks with their lookahead."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from common.extra_keys import WITHHELD
 from common.kv_event_updates import (
     CaughtUp,
     Events,
@@ -52,7 +54,7 @@ def format_update(update: Update) -> Iterator[str]:
                 yield (
                     f"{seq:>8}s stored {describe_hash(block.block_hash)} at {position} "
                     f"after {describe_hash(block.parent_block_hash)} "
-                    f"{_format_tokens(block.token_ids, block.lookahead_token_ids)}"
+                    f"{_format_content(block.token_ids, block.lookahead_token_ids, block.extra_keys)}"
                 )
         case Undecodable(seq=seq, reason=reason):
             yield f"-- batch {'?' if seq is None else seq} cannot be read: {reason}"
@@ -67,8 +69,8 @@ def format_event(event: KVEvent) -> Iterator[str]:
                 keys = None if event.extra_keys is None else event.extra_keys[index]
                 yield (
                     f"stored {describe_hash(block_hash)} after {describe_hash(parent)} "
-                    f"{_format_tokens(stored_token_ids(event, index), lookahead)}"
-                    f"{'' if keys is None else f' keys {keys}'} on {event.medium or '?'}"
+                    f"{_format_content(stored_token_ids(event, index), lookahead, keys)}"
+                    f" on {event.medium or '?'}"
                 )
                 parent = block_hash
         case BlockRemoved():
@@ -78,9 +80,13 @@ def format_event(event: KVEvent) -> Iterator[str]:
             yield "all blocks cleared"
 
 
-def _format_tokens(token_ids: Sequence[int], lookahead: Sequence[int] | None) -> str:
+def _format_content(
+    token_ids: Sequence[int], lookahead: Sequence[int] | None, keys: Sequence[Any] | None
+) -> str:
     """First tokens of the block, then the lookahead behind a plus sign: ``[5 6 7 .. (16)] + [9 10]``."""
+    if keys is not None and tuple(keys) == WITHHELD:
+        return "[withheld: salted]"
     shown = " ".join(str(token) for token in token_ids[:_TOKENS_SHOWN])
     more = f" .. ({len(token_ids)})" if len(token_ids) > _TOKENS_SHOWN else ""
     ahead = "" if lookahead is None else f" + [{' '.join(str(token) for token in lookahead)}]"
-    return f"[{shown}{more}]{ahead}"
+    return f"[{shown}{more}]{ahead}{'' if keys is None else f' keys {keys}'}"

@@ -34,8 +34,9 @@ class BlockStored(
 
     ``token_ids`` holds ``block_size`` ids for each of ``block_hashes``; ``extra_keys`` and
     ``lookahead_token_ids`` have one entry a block, the former covering block and lookahead, in the event
-    form of ``common.extra_keys``. The fields without a default are always written, as nil if need be.
-    The declared fields and the tag must stay at most 15, or every event's map header grows.
+    form of ``common.extra_keys``. Where a salted request's keys are withheld the ids are zeros. The fields
+    without a default are always written, as nil if need be. The declared fields and the tag must stay at
+    most 15, or every event's map header grows.
     """
 
     block_hashes: Sequence[BlockHash]

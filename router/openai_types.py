@@ -215,6 +215,11 @@ def _common(body: _CommonBody, max_tokens: int | None, logprobs: int | None, lim
         _in_range(limit, max_tokens, 1, INT32[1])
     _in_range("n", body.n, 1, MAX_N)
     _in_range("priority", body.priority, *INT32)
+    if body.cache_salt == "":
+        raise InvalidRequest(
+            "cache_salt is empty, which would part nothing; give a secret string, or leave the field out",
+            param="cache_salt",
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     return {
@@ -224,7 +229,7 @@ def _common(body: _CommonBody, max_tokens: int | None, logprobs: int | None, lim
         "n": body.n,
         "stream": body.stream,
         "include_usage": body.stream_options is not None and body.stream_options.include_usage,
-        "cache_salt": body.cache_salt or None,
+        "cache_salt": body.cache_salt,
         "priority": body.priority,
     }
 

@@ -99,7 +99,7 @@ def assemble(
     drop = plain and speculation.lookahead > 0
     if drop and options.prefix_caching:
         check_dropped_block(options.block_size, speculation)
-    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching, drop)
+    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching, drop, options.tell_salted_tokens)
     storage = KVStorage(layout, sizes)
     limit = config.max_position_embeddings
     scheduler_config = SchedulerConfig(

@@ -47,11 +47,12 @@ class KVCacheManager:
     hasher: BlockHasher
     prefix_caching: bool = True
     drop_last_block: bool = False  # plain hashes: the last block of a hit may hold another reader's draft KV
+    tell_salted_tokens: bool = False  # KV events of salted requests carry token ids, salt and keys too
     stats: CacheStats = field(default_factory=CacheStats)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(n) for n in self.num_blocks]
-        self.events = CacheEvents(self.hasher, len(self.pools))
+        self.events = CacheEvents(self.hasher, len(self.pools), self.tell_salted_tokens)
         self._pending_copies: list[BlockCopy] = []
 
     @property

@@ -54,6 +54,7 @@ def test_everything_understood_arrives() -> None:
 
 
 def test_chat_fields_of_its_own() -> None:
+    assert chat(cache_salt="s").cache_salt == "s"
     assert chat(max_completion_tokens=3).max_tokens == 3
     assert chat(max_tokens=4).max_tokens == 4
     assert chat(logprobs=True).sampling.logprobs == 0
@@ -122,6 +123,9 @@ def test_what_cannot_change_the_answer_is_ignored() -> None:
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"priority": 1 << 40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": ["s"]}, "cache_salt"),
     ],
 )
 def test_refused_completions_name_the_field(fields: dict[str, Any], param: str | None) -> None:
@@ -151,6 +155,9 @@ def test_refused_completions_name_the_field(fields: dict[str, Any], param: str |
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"prompt": "hi"}, "prompt"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": True}, "cache_salt"),
+        ({"cache_salt": {"of": "tenant"}}, "cache_salt"),
     ],
 )
 def test_refused_chats_name_the_field(fields: dict[str, Any], param: str) -> None:
