@@ -3,7 +3,7 @@
 import dataclasses
 
 from cli.local_config import ClusterConfig
-from common.config import NodeOptions
+from common.config import EngineOptions, NodeOptions
 from common.engine.build import BuiltEngine, assemble, build_engine
 from decode_node.config import DecodeConfig, DecodeOptions
 from decode_node.node import DecodeNode
@@ -21,12 +21,13 @@ class EngineFactory:
         self._first: BuiltEngine | None = build_engine(config.model, config.engine)
         self._loaded = self._first
 
-    def make(self, *, speculation: bool = True) -> BuiltEngine:
-        """An engine; without ``speculation`` it has no modules."""
-        if speculation and self._first is not None:
+    def make(self, options: EngineOptions | None = None, *, speculation: bool = True) -> BuiltEngine:
+        """An engine, of other ``options`` than the configuration's if given; without ``speculation`` it has
+        no modules."""
+        loaded, options = self._loaded, options or self.config.engine
+        if speculation and self._first is not None and options == self.config.engine:
             first, self._first = self._first, None
             return first
-        loaded, options = self._loaded, self.config.engine
         if not speculation:
             options = dataclasses.replace(options, num_speculative_tokens=0)
         return assemble(
