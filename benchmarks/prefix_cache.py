@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,8 +37,8 @@ from common.errors import BatonError, ConfigError
 from common.kv_cache.manager import KVCacheManager
 from common.request import Request, RequestState, SamplingParams
 
-OFF, DROPPED, LOOKAHEAD = "prefix cache off", "plain hashes, last block dropped", "lookahead hashes"
-KEPT = "plain hashes, block kept (control)"
+OFF, DROPPED, LOOKAHEAD = "prefix cache off", "plain hashes + drop", "lookahead hashes"
+KEPT = "plain hashes, no drop (control)"
 
 
 @dataclass(frozen=True)
@@ -237,15 +238,15 @@ def table(result: dict[str, Any]) -> str:
         )
     off = result["arms"][OFF]
     same = result["accepts_as_without_cache"]
-    verdicts = ", ".join(f"{name} {'equal' if equal else 'not equal'}" for name, equal in same.items())
-    lines += [
-        "",
+    verdicts = "; ".join(f"{name}: {'yes' if equal else 'no'}" for name, equal in same.items())
+    footer = (
         f"{result['model']}, {result['dtype']}, N = {result['num_modules']}, B = {result['block_size']}: "
         f"{result['requests']} requests ({result['num_topics']} topics x {PER_TOPIC} conversations x "
         f"{result['num_turns']} turns), {off['prompt_tokens']} prompt and {off['output_tokens']} output "
-        f"tokens an arm. Tokens of all arms are equal ({result['near_ties']} near-ties). Accepted drafts, "
-        f"position by position, against those without the cache: {verdicts}.",
-    ]
+        f"tokens an arm. Tokens of all arms are equal ({result['near_ties']} near-ties). Accepted drafts are, "
+        f"position by position, as many as without the cache - {verdicts}."
+    )
+    lines += ["", *textwrap.wrap(footer, 116)]
     return "\n".join(lines)
 
 
