@@ -243,8 +243,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['dtype']}, N = {result['num_modules']}, B = {result['block_size']}: "
         f"{result['requests']} requests ({result['num_topics']} topics x {PER_TOPIC} conversations x "
         f"{result['num_turns']} turns), {off['prompt_tokens']} prompt and {off['output_tokens']} output "
-        f"tokens an arm. Tokens of all arms are equal ({result['near_ties']} near-ties). Accepted drafts are, "
-        f"position by position, as many as without the cache - {verdicts}."
+        f"tokens an arm. Tokens of all arms are equal ({result['near_ties']} near-ties). Accepted drafts "
+        f"are, position by position, as many as without the cache - {verdicts}."
     )
     lines += ["", *textwrap.wrap(footer, 116)]
     return "\n".join(lines)
@@ -259,7 +259,7 @@ def written(document: str, model: str, text: str) -> str:
         raise ConfigError(
             f"--write: no lines {begin!r} and {end!r} in the file; add them where the table belongs"
         )
-    return f"{before}{begin}\n{text}\n{end}{after}"
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -107,7 +107,7 @@ def test_the_table_replaces_what_was_between_its_models_markers() -> None:
         "<!-- prefix-cache y: begin -->\nkept\n<!-- prefix-cache y: end -->\n"
     )
     new = written(document, "x", "new")
-    assert new == document.replace("old", "new")
+    assert new == document.replace("old", "\nnew\n")
     assert written(new, "x", "new") == new
     with pytest.raises(ConfigError, match="prefix-cache z: begin"):
         written(document, "z", "new")
