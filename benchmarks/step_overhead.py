@@ -47,7 +47,7 @@ class InstantRunner:
             outputs.append(RequestOutput(tokens, accepted, drafts))
         return RunnerOutput(tuple(outputs))
 
-    def carry_row(self, request_id: str) -> bytes | None:
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
         return None
 
     def _draw(self) -> int:

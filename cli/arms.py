@@ -44,6 +44,7 @@ class Arm:
     name: str
     decode: str
     prefill: str | None = None
+    handoff: str = "backoff"
     generations: list[Generation] = field(default_factory=list)
     wall_s: float = 0.0
 
@@ -76,7 +77,9 @@ def _acceptance(generation: Generation) -> Acceptance:
 async def run_arms(config: ClusterConfig, plan: ArmsRun) -> dict[str, Any]:
     """Raises ConfigError when the model has no modules to compare with."""
     factory = EngineFactory(config)
-    names = ("aggregated", "prefill", "decode", "prefill-cut", "decode-cut")
+    names = (
+        "aggregated", "prefill", "decode", "prefill-carry", "decode-carry", "prefill-cut", "decode-cut"
+    )  # fmt: skip
     engines = {name: factory.make() for name in names}
     engines["plain"] = factory.make(speculation=False)
     built = engines["aggregated"]
@@ -87,6 +90,7 @@ async def run_arms(config: ClusterConfig, plan: ArmsRun) -> dict[str, Any]:
         Arm("no speculation", "plain"),
         Arm("MTP, aggregated", "aggregated"),
         Arm("MTP, pair", "decode", "prefill"),
+        Arm("MTP, pair, handoff carry", "decode-carry", "prefill-carry", "carry"),
         Arm("MTP, pair, prompt cut on P, no carry", "decode-cut", "prefill-cut"),
     ]
     async with LocalCluster() as cluster:
@@ -95,12 +99,15 @@ async def run_arms(config: ClusterConfig, plan: ArmsRun) -> dict[str, Any]:
             name: decode_node(
                 config, engines[name], address, name, aggregated=name in ("plain", "aggregated")
             )
-            for name in ("plain", "aggregated", "decode", "decode-cut")
+            for name in ("plain", "aggregated", "decode", "decode-carry", "decode-cut")
         }
         await cluster.start(
             {
                 **nodes,
-                "prefill": prefill_node(config, engines["prefill"], address, "prefill"),
+                **{
+                    name: prefill_node(config, engines[name], address, name)
+                    for name in ("prefill", "prefill-carry")
+                },
                 "prefill-cut": prefill_node(
                     config, engines["prefill-cut"], address, "prefill-cut", CutPrompt
                 ),
@@ -116,10 +123,17 @@ async def run_arms(config: ClusterConfig, plan: ArmsRun) -> dict[str, Any]:
         "output_len": plan.output_len,
         "temperature": plan.temperature,
         "arms": {arm.name: arm.summary() for arm in arms},
-        "pair_accepts_as_aggregated": arms[1].summary()["accepted_per_pos"]
-        == arms[2].summary()["accepted_per_pos"],
-        "same_tokens": [g.tokens for g in arms[1].generations] == [g.tokens for g in arms[2].generations],
+        "pair_accepts_as_aggregated": all(_accepted(pair) == _accepted(arms[1]) for pair in arms[2:4]),
+        "same_tokens": all(_tokens(pair) == _tokens(arms[1]) for pair in arms[2:4]),
     }
+
+
+def _accepted(arm: Arm) -> tuple[int, ...]:
+    return sum((_acceptance(g) for g in arm.generations), Acceptance()).accepted_per_pos
+
+
+def _tokens(arm: Arm) -> list[tuple[int, ...]]:
+    return [g.tokens for g in arm.generations]
 
 
 def _drop_fallback(built: BuiltEngine) -> None:
@@ -135,7 +149,7 @@ async def _measure(
     """Warms every arm with a short request, then lets them take turns, ``concurrency`` prompts at a time."""
     warm_up = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     for arm in arms:
-        await cluster.generate("warm-up", prompts[0][:-1], warm_up, decode=arm.decode, prefill=arm.prefill)
+        await _generate(cluster, arm, "warm-up", prompts[0][:-1], warm_up)
     with tqdm(total=len(prompts) * len(arms), unit="answer", disable=None, file=sys.stderr) as bar:
         for first in range(0, len(prompts), plan.concurrency):
             wave = range(first, min(first + plan.concurrency, len(prompts)))
@@ -155,7 +169,15 @@ async def _one(cluster: LocalCluster, arm: Arm, i: int, prompt: Sequence[int], p
         seed=plan.seed + i if plan.temperature else None,
         ignore_eos=True,
     )
-    return await cluster.generate(f"arm-{i}", prompt, sampling, decode=arm.decode, prefill=arm.prefill)
+    return await _generate(cluster, arm, f"arm-{i}", prompt, sampling)
+
+
+async def _generate(
+    cluster: LocalCluster, arm: Arm, request_id: str, prompt: Sequence[int], sampling: SamplingParams
+) -> Generation:
+    return await cluster.generate(
+        request_id, prompt, sampling, decode=arm.decode, prefill=arm.prefill, handoff=arm.handoff
+    )
 
 
 def prompts_of(tokenizer: Tokenizer, plan: ArmsRun) -> list[list[int]]:
@@ -191,5 +213,5 @@ def describe(result: dict[str, Any]) -> str:
             f"| {arm['tpot_ms']['p50']:.1f} | {arm['acceptance_length']:.3f} | {per_position} |"
         )
     equal = "equal" if result["pair_accepts_as_aggregated"] and result["same_tokens"] else "NOT equal"
-    lines += ["", f"Tokens and accepted drafts of the pair and the aggregated node: {equal}."]
+    lines += ["", f"Tokens and accepted drafts of the pairs and the aggregated node: {equal}."]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """`baton bench arms`: the same prompts, one run, with and without speculation and hand-over.
 
-Arms: no speculation; MTP on one aggregated node; MTP on a prefill/decode pair; and that pair as others run
-it, with the prompt cut on P and no carry. All arms share one process and one set of weights and take turns
-prompt by prompt, so that a busy machine is busy for all of them.
+Arms: no speculation; MTP on one aggregated node; MTP on a prefill/decode pair, with either hand-over; and
+that pair as others run it, with the prompt cut on P and no carry. All arms share one process and one set of
+weights and take turns prompt by prompt, so that a busy machine is busy for all of them.
 """
 
 import argparse

@@ -100,10 +100,13 @@ class LocalCluster:
         *,
         decode: str,
         prefill: str | None = None,
+        handoff: str = "backoff",
     ) -> Generation:
         """One request on ``decode``, its prompt on ``prefill`` where the cut leaves anything to it."""
-        d_node = self.hub.nodes[decode]
-        cut = cut_of(len(token_ids), d_node.register.num_modules) if prefill else None
+        d_node, carry = self.hub.nodes[decode], handoff == "carry"
+        cut = None
+        if prefill:
+            cut = len(token_ids) if carry else cut_of(len(token_ids), d_node.register.num_modules)
         ticket = self._ticket(request_id, prefill) if prefill and cut else None
         message = DecodeRequest(
             request_id=request_id,
@@ -120,8 +123,14 @@ class LocalCluster:
                 raise NodeFailed(f"{decode} did not accept {request_id}: {accepted}")
             if prefill is None or ticket is None or cut is None:
                 return await _collect(leg, start_s, None)
-            work = PrefillRequest(request_id=request_id, token_ids=list(token_ids), cut=cut, ticket=ticket)
-            with self.hub.open(self.hub.nodes[prefill], work) as p_leg:
+            work = PrefillRequest(
+                request_id=request_id,
+                token_ids=list(token_ids),
+                cut=cut,
+                ticket=ticket,
+                sampling=sampling if carry else None,
+            )
+            with self.hub.open(self.hub.nodes[prefill], work, onward=leg) as p_leg:
                 generation = await _collect(leg, start_s, p_leg)
         return generation
 
@@ -156,9 +165,11 @@ async def _collect(leg: Leg, start_s: float, p_leg: Leg | None) -> Generation:
         answer = await _answer(leg)
         match answer:
             case TokenChunk():
-                tokens += answer.token_ids
-                times_s.append(time.monotonic() - start_s)
-            case Finished() if answer.reason in ("stop", "length"):
+                fresh = answer.token_ids[len(tokens) - answer.offset :]
+                if fresh:  # token L may come from both nodes
+                    tokens += fresh
+                    times_s.append(time.monotonic() - start_s)
+            case Finished() if answer.is_answer:
                 total_s = time.monotonic() - start_s
                 prefill = await _prefill_end(p_leg) if p_leg else None
                 ttft_s = times_s[0] if times_s else total_s

@@ -22,8 +22,8 @@ class RecordingRunner:
                 self.drafts.setdefault(entry.request_id, {})[last] = result.next_drafts
         return output
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        return self._runner.carry_row(request_id)
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        return self._runner.carry_rows(request_id, at_most)
 
 
 class Inspector:

@@ -31,6 +31,7 @@ class Report:
     dtype: str
     num_modules: int
     negative_control: str
+    handoff: str = "backoff"
     transport: str = ""
     prompts: int = 0
     hand_overs: int = 0
@@ -58,7 +59,7 @@ class Report:
         diffs = ", ".join(f"{name} {value:.2e}" for name, value in self.draft_kv_max_diff.items())
         return "\n".join(
             [
-                f"{self.model} ({self.dtype}, N = {self.num_modules}), "
+                f"{self.model} ({self.dtype}, N = {self.num_modules}), hand-over {self.handoff}, "
                 f"negative control: {self.negative_control}",
                 f"{self.prompts} prompts, {self.hand_overs} hand-overs over {self.transport}, "
                 f"{self.transferred_bytes} bytes, {self.transfer_failures} failed transfers",
@@ -75,7 +76,12 @@ class Report:
 
 
 async def verify(
-    config: ClusterConfig, num_prompts: int, output_len: int, seed: int, negative_control: str
+    config: ClusterConfig,
+    num_prompts: int,
+    output_len: int,
+    seed: int,
+    negative_control: str,
+    handoff: str = "backoff",
 ) -> Report:
     """Runs everything. Raises BatonError for a model or configuration that cannot be used."""
     factory = EngineFactory(config)
@@ -87,8 +93,8 @@ async def verify(
             f"--negative-control needs N >= 2 MTP modules, this model runs with {oracle.num_modules}"
         )
     prefill_kind = _break_rule(negative_control, engines)
-    inspectors = {name: Inspector(engines[name]) for name in ("aggregated", "decode")}
-    report = Report(oracle.files.name, config.model.dtype, oracle.num_modules, negative_control)
+    inspectors = {name: Inspector(engines[name]) for name in ("aggregated", "prefill", "decode")}
+    report = Report(oracle.files.name, config.model.dtype, oracle.num_modules, negative_control, handoff)
     async with LocalCluster() as cluster:
         address = cluster.control_address
         await cluster.start(
@@ -149,7 +155,9 @@ class _Comparison:
         report, generate, sampling = self._report, self._cluster.generate, self._sampling
         oracle = await generate(request_id, token_ids, sampling, decode="aggregated")
         self._choose_wrong_token(oracle)
-        pair = await generate(request_id, token_ids, sampling, decode="decode", prefill="prefill")
+        pair = await generate(
+            request_id, token_ids, sampling, decode="decode", prefill="prefill", handoff=report.handoff
+        )
         plain = await generate(request_id, token_ids, sampling, decode="plain")
         self.texts.append((*token_ids, *oracle.tokens))
         report.prompts += 1
@@ -190,7 +198,11 @@ class _Comparison:
         same = len(prompt) + (min(len(ours), len(theirs)) if at is None else at)
         known = [*prompt, *ours]
         oracle_drafts = self._inspectors["aggregated"].drafts.get(request_id, {})
-        for last, drafts in self._inspectors["decode"].drafts.get(request_id, {}).items():
+        pair_drafts = {  # P drafts once, where it samples token L
+            **self._inspectors["prefill"].drafts.get(request_id, {}),
+            **self._inspectors["decode"].drafts.get(request_id, {}),
+        }
+        for last, drafts in pair_drafts.items():
             expected = oracle_drafts.get(last)
             if expected is None or last >= same:
                 continue

@@ -13,6 +13,7 @@ import json
 from cli.local_config import ClusterConfig
 from cli.number_types import positive_int
 from cli.options import add_config, config_from
+from router.config import HANDOFFS
 
 CONTROLS = ("none", "carry", "lookahead")
 
@@ -28,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="break one rule on purpose; the comparison must then fail (exit code 1)",
     )
+    add("--handoff", choices=HANDOFFS, default="backoff", help="hand-over of the pair (default: %(default)s)")
     add("--json", action="store_true", help="print the result as JSON")
     add_config(parser, ClusterConfig)
     parser.set_defaults(run=run)
@@ -39,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_from(args, ClusterConfig)
     setup_logging(config.log, process="verify")
-    report = asyncio.run(verify(config, args.prompts, args.output_len, args.seed, args.negative_control))
+    report = asyncio.run(
+        verify(config, args.prompts, args.output_len, args.seed, args.negative_control, args.handoff)
+    )
     print(json.dumps(report.as_json(), indent=2) if args.json else report.describe())
     return 0 if report.ok else 1

@@ -105,16 +105,19 @@ class Refused(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
 
 class TokenChunk(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """New tokens of one sequence (index 0..n-1), in order."""
+    """New tokens of one sequence (index 0..n-1), in order. ``offset`` is where they begin in its output:
+    token L of the hand-over `carry` is told by P and by D, and counts once."""
 
     request_id: str
     token_ids: tuple[int, ...]
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
+    offset: int = 0
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """One sequence ended; from P (role prefill): the hand-over's own end (index 0).
+    """One sequence ended. From P (role prefill) "cut" or "abort" is the hand-over's own end (index 0); where
+    the answer ends with the token that P samples, "stop" or "length" comes before it.
 
     ``reason``: stop | length | abort | error | cut. ``stop_string`` is the one that matched: text from
     it on is not part of the answer. ``transferred_tokens`` came over the wire, ``cached_tokens`` from
@@ -136,6 +139,11 @@ class Finished(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     num_accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
     verified_per_pos: tuple[int, ...] = ()
+
+    @property
+    def is_answer(self) -> bool:
+        """The sequence is complete, as the client asked for it."""
+        return self.reason in ("stop", "length")
 
 
 NodeMessage = Register | Heartbeat | Leave | Accepted | Refused | TokenChunk | Finished
@@ -162,7 +170,9 @@ class HeartbeatReply(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefillRequest(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """P keeps the whole prompt, computes positions 0..cut-1 and holds its blocks for ``ticket``."""
+    """P keeps the whole prompt, computes positions 0..cut-1 and holds its blocks for ``ticket``.
+
+    With ``sampling`` the hand-over is `carry`: the cut is the prompt's end, and P samples the first token."""
 
     request_id: str
     token_ids: list[int]
@@ -171,11 +181,13 @@ class PrefillRequest(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     lora_name: str | None = None
+    sampling: SamplingParams | None = None
 
 
 class DecodeRequest(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Generate from ``token_ids``. With a ticket: reserve first, fetch positions below ``cut`` from P;
-    without one: compute the prompt locally. ``n`` sequences share the prompt's blocks.
+    """Generate from ``token_ids``. With a ticket: reserve first, fetch positions below ``cut`` from P, and
+    with a cut at the prompt's end the first token too (hand-over `carry`, n = 1 only); without one: compute
+    the prompt locally. ``n`` sequences share the prompt's blocks.
     ``num_prompt_tokens`` is less than len(token_ids) when a stream is continued (fail-over)."""
 
     request_id: str

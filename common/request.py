@@ -31,7 +31,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    CUT = "cut"  # a prefill reached `stop_at`
+    CUT = "cut"  # a prefill reached `stop_at`, and the sequence goes on elsewhere
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,6 +61,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def fixed(self) -> bool:
+        """Tokens are a function of the known ones and the seed: drafts are verified without what they were
+        drawn from."""
+        return self.greedy or self.seed is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -114,7 +120,7 @@ class Request:
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    stop_at: int | None = None  # P: compute positions below it, then stop
+    stop_at: int | None = None  # P: compute positions below it, then stop; at its last one token L is sampled
     hold_blocks: bool = False  # P: keep the blocks until `release`
     priority: int = 0  # lower runs first
     num_sequences: int = 1  # n of the API: forks made once the prompt is computed

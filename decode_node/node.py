@@ -3,10 +3,12 @@
 Life of a request (words of RequestState):
  1. DecodeRequest with a ticket: local hits are kept, the rest of the prompt's blocks reserved. Without room
     it waits its turn, for a while, and is then refused; P computes for nobody before.        RECEIVING_KV
- 2. KV arrives under the transfer's deadline. Complete: the carry row comes with it.          READY
+ 2. KV arrives under the transfer's deadline. Complete: the carry comes with it.              READY
     Broken: received final blocks are kept, the rest is computed here.                        WAITING
- 3. The last N-1 prompt tokens are computed, waiting slots re-prefilled, drafting begins.     RUNNING
+ 3. What P left of the prompt is computed, waiting slots are re-prefilled, drafting begins.   RUNNING
  4. Tokens stream to the router until the sequence ends or the client leaves.                 FINISHED
+The cut tells the hand-over: N-1 (or 1) tokens before the prompt's end is `backoff`, D samples the first
+token; the end itself is `carry`, and the first token, sampled on P, comes with the KV and is streamed too.
 Without a ticket the request starts in WAITING and the whole prompt is computed here.
 
 Until `fetch` returns, the destination blocks are the receiver's to write; the engine owns them throughout
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from common.engine.batch import RequestUpdate, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
+from common.engine.first_token import decode_first_token
 from common.engine.node_runtime import NodeRuntime, fire_and_log
 from common.errors import TransferError, TransferFailed
 from common.extra_keys import ExtraKeys
@@ -114,6 +117,12 @@ class DecodeNode:
             return
         if message.ticket is not None and not 0 < message.cut <= len(message.token_ids):
             reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
+            self._refuse(router_id, message, reason, retry=False)
+            return
+        if message.ticket is not None and message.cut == len(message.token_ids) and message.n > 1:
+            reason = (
+                f"{message.n} sequences cannot share the first token of one prefill; cut the prompt before"
+            )
             self._refuse(router_id, message, reason, retry=False)
             return
         request = Request(
@@ -224,8 +233,8 @@ class DecodeNode:
         self.transports_used.add(result.transport)
         decode.transferred_bytes = result.num_bytes
         decode.transferred_tokens = cut - cached
-        carry = result.carry or None
-        await self.runtime.tell(lambda engine: engine.kv_arrived(request_id, cut, carry))
+        carry, first = result.carry or None, decode_first_token(result.extra)
+        await self.runtime.tell(lambda engine: engine.kv_arrived(request_id, cut, carry, first))
 
     def _count_transfer(self, *, num_failures: int = 0, num_bytes: int = 0) -> None:
         ended, failed, received = self._transfers
@@ -247,7 +256,7 @@ class DecodeNode:
         request_id, _sep, index = update.request_id.partition("#")
         position = int(index or 0)
         if update.new_tokens:
-            chunk = TokenChunk(request_id, update.new_tokens, position, update.logprobs)
+            chunk = TokenChunk(request_id, update.new_tokens, position, update.logprobs, update.offset)
             self.runtime.send(decode.router_id, chunk)
         if update.finish_reason is not None:
             self._finished(decode, position, update)

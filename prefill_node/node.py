@@ -3,8 +3,12 @@
 Life of a prompt (words of RequestState):
  1. PrefillRequest arrives: the transfer is offered under a lease, the prompt queued.          WAITING
  2. Chunks run; after every step the blocks that became final are offered.                     RUNNING
- 3. The cut is reached: the rest is offered, with the carry row; the blocks are held.          HELD
+ 3. The cut is reached: the rest is offered, with the carry; the blocks are held.              HELD
  4. The transfer is released - committed, aborted, lease over - and the engine's blocks go.    FINISHED
+
+A request that brings sampling parameters (hand-over `carry`) is computed to its end, and its first token is
+sampled here: it goes to the router at once, and with its drafts to D. Where it ends the answer, nothing is
+shipped; the router then lets go of both nodes.
 
 The engine owns the blocks throughout; the sender may read what was offered until it calls `on_released`,
 and only then does the node end the request. A transfer that is released early ends the computing too.
@@ -14,9 +18,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from common.engine.batch import RequestSummary, StepOutput
+from common.engine.batch import RequestSummary, RequestUpdate, StepOutput
 from common.engine.build import BuiltEngine
 from common.engine.engine import Engine
+from common.engine.first_token import FirstToken, encode_first_token, first_token_of
 from common.engine.node_runtime import NodeRuntime, fire_and_log
 from common.errors import BatonError, ConfigError
 from common.extra_keys import ExtraKeys
@@ -29,9 +34,10 @@ from common.messages import (
     PrefillRequest,
     Refused,
     RouterMessage,
+    TokenChunk,
     TransferAddress,
 )
-from common.request import Request, SamplingParams
+from common.request import FinishReason, Request, SamplingParams
 from kv_transfer.engine_pools import fingerprint_of, pools_of
 from kv_transfer.sender import KvSender
 from prefill_node.config import PrefillConfig
@@ -47,6 +53,7 @@ class _Prefill:
     request_id: str
     transfer_id: str
     summary: RequestSummary | None = None
+    answered: bool = False  # the first token was the last: nothing is shipped
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class _Offer:
     final_upto: int
     is_last: bool
     carry: bytes | None
+    first: FirstToken | None  # token L, where it was sampled here
 
 
 class PrefillNode:
@@ -120,8 +128,10 @@ class PrefillNode:
         if self.runtime.draining:
             self._turn_away(router_id, message, "this node is draining", retry=True)
             return
-        if not 0 < message.cut <= len(message.token_ids):
-            reason = f"cut {message.cut} is not inside a prompt of {len(message.token_ids)} tokens"
+        end = len(message.token_ids)
+        if not (0 < message.cut < end if message.sampling is None else message.cut == end):
+            kind = "without" if message.sampling is None else "with"
+            reason = f"cut {message.cut} is none of a prompt of {end} tokens {kind} sampling parameters"
             self._turn_away(router_id, message, reason, retry=False)
             return
         prefill = _Prefill(router_id, request_id, transfer_id)
@@ -147,7 +157,7 @@ class PrefillNode:
         return Request(
             message.request_id,
             message.token_ids,
-            SamplingParams(),
+            message.sampling or SamplingParams(),
             stop_at=message.cut,
             hold_blocks=True,
             priority=message.priority,
@@ -185,8 +195,10 @@ class PrefillNode:
             first = self._offered_upto.get(update.request_id, 0)
             end = update.num_computed if is_last else update.final_upto
             blocks = final_blocks(engine.tables(update.request_id), sizes, first, end, partial=is_last)
-            carry = engine.runner.carry_row(update.request_id) if is_last else None
-            offers.append(_Offer(update.request_id, blocks, end, is_last, carry))
+            token = first_token_of(update)
+            rows = None if token else 1  # all of the carry, or the row of the one slot that waits at the cut
+            carry = engine.runner.carry_rows(update.request_id, rows) if is_last else None
+            offers.append(_Offer(update.request_id, blocks, end, is_last, carry, token))
             self._offered_upto[update.request_id] = end
             if is_last:
                 del self._offered_upto[update.request_id]
@@ -197,10 +209,36 @@ class PrefillNode:
             prefill = self._prefills.get(offer.request_id)
             if prefill is None:
                 continue
+            prefill.summary = update.summary
+            if update.new_tokens:
+                chunk = TokenChunk(
+                    offer.request_id, update.new_tokens, logprobs=update.logprobs, offset=update.offset
+                )
+                self.runtime.send(prefill.router_id, chunk)
+            if update.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                prefill.answered = True
+                self._answered(prefill, update)
+                continue
             self.sender.extend(prefill.transfer_id, offer.blocks, offer.final_upto)
             if offer.is_last:
-                prefill.summary = update.summary
-                self.sender.finish(prefill.transfer_id, offer.carry or b"")
+                extra = encode_first_token(offer.first)
+                self.sender.finish(prefill.transfer_id, offer.carry or b"", extra)
+
+    def _answered(self, prefill: _Prefill, update: RequestUpdate) -> None:
+        """The client has everything. The hold ends when the router lets go, of D and of us."""
+        assert update.finish_reason is not None
+        assert update.summary is not None
+        self.runtime.send(
+            prefill.router_id,
+            Finished(
+                prefill.request_id,
+                update.finish_reason.value,
+                prompt_tokens=update.summary.prompt_tokens,
+                output_tokens=update.summary.output_tokens,
+                cached_tokens=update.summary.cached_tokens,
+                stop_string=update.stop_string,
+            ),
+        )
 
     # ---- from the sender --------------------------------------------------------------------------------
 
@@ -219,7 +257,7 @@ class PrefillNode:
         self._prefills.pop(prefill.request_id, None)
         summary = prefill.summary
         committed = summary is not None and reason == "committed"
-        if not committed:
+        if not committed and not prefill.answered:
             logger.info("prefill %s ended early: %s", prefill.request_id, reason)
         self.runtime.send(
             prefill.router_id,

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from common.config import LogOptions, ModelOptions, option
 
+HANDOFFS = ("backoff", "carry")
+
 
 @dataclass(frozen=True)
 class ListenOptions:
@@ -42,7 +44,10 @@ class PolicyOptions:
     """How requests are placed on nodes."""
 
     handoff: str = option(
-        "backoff", "hand-over of a prompt from prefill to decode node", choices=("backoff",)
+        "backoff",
+        "hand-over of a prompt: the decode node computes its last tokens (backoff), or the prefill node does "
+        "and samples the first token too (carry; requests for several sequences use backoff)",
+        choices=HANDOFFS,
     )
     min_remote_prefill_tokens: int = option(
         32, "prompt tokens missing on the decode node below which it computes them itself", minimum=1

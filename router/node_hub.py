@@ -51,17 +51,27 @@ class Leg:
     """One request on one node: what the node answers, in order, and the duty to abort what is left.
 
     Use as a context manager: leaving it aborts the request on the node unless the node has ended it.
-    ``num_sequences`` ``Finished`` (or one ``Refused``) end it.
+    ``num_sequences`` ``Finished`` (or one ``Refused``) end it. A prefill's leg tells its ``onward`` leg the
+    first token (hand-over `carry`), and the answer's end if that is it; its own end comes later.
     """
 
-    def __init__(self, hub: "NodeHub", node: Node, request_id: str, num_sequences: int = 1) -> None:
+    def __init__(
+        self,
+        hub: "NodeHub",
+        node: Node,
+        request_id: str,
+        num_sequences: int = 1,
+        onward: "Leg | None" = None,
+    ) -> None:
         self.node = node
         self.request_id = request_id
         self._hub = hub
         self._answers: deque[Answer] = deque()
         self._arrived = asyncio.Event()
-        self._unfinished = num_sequences
+        self.num_sequences = self._unfinished = num_sequences
         self._lost: str | None = None
+        self._onward = onward
+        self.begun = False  # its own node has told a token
 
     @property
     def ended(self) -> bool:
@@ -89,10 +99,23 @@ class Leg:
             raise NodeFailed(f"node {self.node.node_id} {self._lost} while waiting for {waiting_for}")
 
     def deliver(self, answer: Answer) -> None:
-        if isinstance(answer, Finished):
-            self._unfinished -= 1
-        elif isinstance(answer, Refused):
-            self._unfinished = 0
+        match answer:
+            case Finished() if self._onward is None or not answer.is_answer:
+                self._unfinished -= 1
+            case Refused():
+                self._unfinished = 0
+            case TokenChunk() | Finished() if self._onward is not None:
+                self._onward.hear(answer)
+            case TokenChunk():
+                self.begun = True
+        self._take(answer)
+
+    def hear(self, answer: Answer) -> None:
+        """What another node says of this request: moot once its own node has begun."""
+        if not self.begun:
+            self._take(answer)
+
+    def _take(self, answer: Answer) -> None:
         self._answers.append(answer)
         self._arrived.set()
 
@@ -172,9 +195,10 @@ class NodeHub:
             self._pump.close(linger_ms=200)
         await asyncio.to_thread(self._context.term)
 
-    def open(self, node: Node, message: DecodeRequest | PrefillRequest) -> Leg:
-        """Sends a request to a node; the leg yields its answers."""
-        leg = Leg(self, node, message.request_id, message.n if isinstance(message, DecodeRequest) else 1)
+    def open(self, node: Node, message: DecodeRequest | PrefillRequest, onward: Leg | None = None) -> Leg:
+        """Sends a request to a node; the leg yields its answers. ``onward``: of a prefill, its decode leg."""
+        num_sequences = message.n if isinstance(message, DecodeRequest) else 1
+        leg = Leg(self, node, message.request_id, num_sequences, onward)
         node.legs[message.request_id] = leg
         if node.identity not in self._by_identity or not self.send(node, message):
             leg.lose("cannot be reached")

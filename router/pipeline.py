@@ -4,14 +4,14 @@
     walk      hash the prompt, choose D and P; DecodeRequest to D (with P's address); when D has reserved,
               PrefillRequest to P; then D's tokens become text until every sequence has ended
 
-Failures: D refuses or dies before its first token -> the next D, a bounded number of times; D dies later ->
-NodeFailed. P refuses or dies -> nothing to do here, D's transfer fails and D computes the rest. Whoever
-stops iterating (the client left) aborts the request on both nodes: the legs see to it.
+Failures: D refuses or dies before its first token -> the next D, a bounded number of times (and with the
+token that P has told, if the client saw it); D dies later -> NodeFailed. P refuses or dies -> nothing to do
+here, D's transfer fails and D computes the rest. Whoever stops iterating (the client left) aborts the request
+on both nodes: the legs see to it.
 """
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator
 
 from common.errors import (
@@ -23,12 +23,12 @@ from common.errors import (
     Overloaded,
 )
 from common.messages import Accepted, Finished, Refused, TokenChunk
-from common.metrics import Metrics
-from router.choice_text import ChoiceText, Delta
+from router.choice_text import Delta
 from router.node_hub import Leg
 from router.openai_responses import Usage
 from router.placement import choose, decode_request, make_ticket, prefill_request
 from router.prepare import Job, Services
+from router.progress import Contradicted, Progress
 from router.registry import Node
 
 logger = logging.getLogger(__name__)
@@ -43,34 +43,43 @@ async def walk(services: Services, job: Job, usage: Usage) -> AsyncGenerator[Del
     config = services.config
     tried: set[str] = set()
     failure: BatonError | None = None
-    started = False
+    progress, shown, from_prefill = Progress(services, job), False, False
     for attempt in range(config.limits.max_decode_attempts):
-        chosen = choose(services, job, tried)
+        if not shown:  # what the client has not seen may come anew
+            progress = Progress(services, job)
+        rest = progress.rest() if shown else job
+        chosen = choose(services, rest, tried)
         if chosen is None:
             break
         decode, prefill, cut, predicted = chosen
         tried.add(decode.node_id)
-        ticket = make_ticket(prefill, job) if prefill is not None else None
+        ticket = make_ticket(prefill, rest) if prefill is not None else None
         try:
             with contextlib.ExitStack() as legs:
-                leg = legs.enter_context(services.hub.open(decode, decode_request(job, ticket, cut)))
+                leg = legs.enter_context(
+                    services.hub.open(decode, decode_request(rest, ticket, cut, attempt))
+                )
                 await _reserved(leg, config.timeouts.reserve_timeout_s)
                 if prefill is not None and ticket is not None:
                     # Only now: P never computes for a D that has no room.
-                    prefill_leg = services.hub.open(prefill, prefill_request(job, ticket, cut, attempt))
-                    legs.enter_context(prefill_leg)
+                    work = prefill_request(rest, ticket, cut, attempt)
+                    from_prefill = from_prefill or work.sampling is not None
+                    legs.enter_context(services.hub.open(prefill, work, onward=leg))
                 services.metrics.counter("router_placements").labels(
                     "local" if prefill is None else "remote"
                 ).inc()
                 services.metrics.counter("router_cached_tokens_predicted").inc(predicted)
-                async with contextlib.aclosing(_tokens(services, job, leg, prefill, usage)) as deltas:
+                async with contextlib.aclosing(_deltas(services, progress, leg, prefill)) as deltas:
                     async for delta in deltas:
-                        started = True
+                        shown = True
                         yield delta
+            progress.account(usage)
             return
         except (NodeFailed, NoNodeAvailable, Overloaded) as error:
-            if started:
+            if shown and not (from_prefill and progress.num_tokens == 1):
                 raise
+            if isinstance(error, Contradicted):
+                tried.discard(decode.node_id)
             failure = error
             services.metrics.counter("router_decode_retries").labels(type(error).__name__).inc()
             logger.warning("decode node %s: %s; trying another", decode.node_id, error.message)
@@ -98,64 +107,31 @@ def _refusal(node: Node, refused: Refused) -> BatonError:
     return kind(f"decode node {node.node_id} refused: {refused.reason}")
 
 
-async def _tokens(
-    services: Services, job: Job, leg: Leg, prefill: Node | None, usage: Usage
+async def _deltas(
+    services: Services, progress: Progress, leg: Leg, prefill: Node | None
 ) -> AsyncGenerator[Delta, None]:
-    """D's answers as text, until every sequence has ended."""
+    """The answers on D's leg as text, until every sequence has ended."""
     timeouts = services.config.timeouts
     wait_s = timeouts.prefill_timeout_s + timeouts.first_token_timeout_s
     if prefill is not None:
         wait_s += timeouts.transfer_timeout_s
     waiting_for = "the first token"
-    choices = [ChoiceText(job.first_index + i, services.tokenizer, job.sampling) for i in range(job.n)]
-    timing = _Timing(services.metrics, job)
-    ends: list[Finished] = []
-    while len(ends) < job.n:
+    while not progress.complete:
         answer = await leg.answer(wait_s, waiting_for)
         match answer:
-            case TokenChunk(index=index) if index < job.n:
-                timing.tokens(index, len(answer.token_ids))
-                wait_s, waiting_for = timeouts.between_tokens_timeout_s, "the next token"
-                delta = choices[index].push(answer.token_ids, answer.logprobs)
+            case TokenChunk(index=index) if index < leg.num_sequences:
+                delta = progress.take(answer)
+                if leg.begun:  # until then D may still wait for KV
+                    wait_s, waiting_for = timeouts.between_tokens_timeout_s, "the next token"
                 if delta is not None:
                     yield delta
-            case Finished(index=index) if index < job.n and not choices[index].finished:
-                if answer.reason not in ("stop", "length"):
+            case Finished() if progress.expects(answer):
+                if not answer.is_answer:
                     raise NodeFailed(
                         f"node {leg.node.node_id} ended the request: {answer.error or answer.reason}"
                     )
-                ends.append(answer)
-                yield choices[index].finish(answer.reason, answer.stop_string)
+                yield progress.end(answer)
             case Refused():
                 raise _refusal(leg.node, answer)
             case _:
                 raise NodeFailed(f"node {leg.node.node_id} answered nonsense: {answer!r:.200}")
-    usage.add_prompt(len(job.token_ids), ends)
-    timing.finished(ends)
-
-
-class _Timing:
-    """Latency and token metrics of one job."""
-
-    def __init__(self, metrics: Metrics, job: Job) -> None:
-        self._metrics = metrics
-        self._job = job
-        self._last_s: dict[int, float] = {}
-
-    def tokens(self, index: int, count: int) -> None:
-        now = time.monotonic()
-        last = self._last_s.get(index)
-        if last is None and not self._last_s:
-            self._metrics.histogram("time_to_first_token_seconds").observe(now - self._job.arrival_s)
-        if last is not None and count:
-            # An accepted run arrives at once: its tokens share the time since the last one.
-            for _ in range(count):
-                self._metrics.histogram("inter_token_latency_seconds").observe((now - last) / count)
-        self._last_s[index] = now
-
-    def finished(self, ends: list[Finished]) -> None:
-        metrics = self._metrics
-        metrics.histogram("e2e_request_latency_seconds").observe(time.monotonic() - self._job.arrival_s)
-        metrics.counter("prompt_tokens").inc(len(self._job.token_ids))
-        metrics.counter("generation_tokens").inc(sum(end.output_tokens for end in ends))
-        metrics.counter("router_cached_tokens_delivered").inc(max(end.cached_tokens for end in ends))

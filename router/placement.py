@@ -20,7 +20,7 @@ def choose(services: Services, job: Job, tried: set[str]) -> tuple[Node, Node | 
         for n in nodes
         if n.decodes
         and n.node_id not in tried
-        and n.register.max_model_len >= length + job.sampling.max_tokens
+        and n.register.max_model_len >= job.num_prompt_tokens + job.sampling.max_tokens
     ]
     if not decodes:
         return None
@@ -37,6 +37,8 @@ def choose(services: Services, job: Job, tried: set[str]) -> tuple[Node, Node | 
         busy_tolerance=options.busy_tolerance,
         min_remote_prefill_tokens=options.min_remote_prefill_tokens,
         computes_alone=decode.register.role == "both",
+        # P samples one first token: not n of them, and none where the client has it already.
+        carry=options.handoff == "carry" and job.n == 1 and job.num_outputs == 0,
     )
     prefill = services.hub.nodes[placement.prefill.node_id] if placement.prefill is not None else None
     return decode, prefill, placement.cut, best.cached_tokens
@@ -78,15 +80,16 @@ def make_ticket(prefill: Node, job: Job) -> KVTicket:
     )
 
 
-def decode_request(job: Job, ticket: KVTicket | None, cut: int) -> DecodeRequest:
+def decode_request(job: Job, ticket: KVTicket | None, cut: int, attempt: int) -> DecodeRequest:
+    """A request that goes on has an id of its own: the node may still be ending what the client saw of it."""
     return DecodeRequest(
-        request_id=job.request_id,
+        request_id=f"{job.request_id}.{attempt}" if job.num_outputs else job.request_id,
         token_ids=job.token_ids,
         sampling=job.sampling,
         n=job.n,
         ticket=ticket,
         cut=cut,
-        num_prompt_tokens=len(job.token_ids),
+        num_prompt_tokens=job.num_prompt_tokens,
         priority=job.priority,
         cache_salt=job.cache_salt,
     )
@@ -102,4 +105,5 @@ def prefill_request(job: Job, ticket: KVTicket, cut: int, attempt: int) -> Prefi
         ticket=ticket,
         priority=job.priority,
         cache_salt=job.cache_salt,
+        sampling=job.sampling if cut == len(job.token_ids) else None,
     )

@@ -2,7 +2,8 @@
 
 The decode node comes first: the one that holds the longest prefix of the prompt, unless it is much busier
 than another. Then the prefill node, by the same rule - or none, when so little is missing on the decode
-node that moving KV would cost more than computing it. The cut is that of the back-off hand-over.
+node that moving KV would cost more than computing it. The cut is that of the hand-over: the prompt's end for
+`carry`, a few tokens before it for `backoff`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Placement:
-    """``prefill`` None: the decode node computes the whole prompt. ``cut``: see `cut_of`."""
+    """``prefill`` None: the decode node computes the whole prompt. ``cut``: positions that P computes."""
 
     decode: Candidate
     prefill: Candidate | None
@@ -65,9 +66,11 @@ def place(
     busy_tolerance: int,
     min_remote_prefill_tokens: int,
     computes_alone: bool = False,
+    carry: bool = False,
 ) -> Placement:
-    """Decides whether ``decode`` gets help, and from whom. ``computes_alone``: it is an aggregated node."""
-    cut = cut_of(num_prompt_tokens, num_modules)
+    """Decides whether ``decode`` gets help, and from whom. ``computes_alone``: it is an aggregated node;
+    ``carry``: the prefill node computes the whole prompt."""
+    cut = num_prompt_tokens if carry else cut_of(num_prompt_tokens, num_modules)
     ranked = rank(prefill_candidates, busy_tolerance)
     missing = num_prompt_tokens - decode.cached_tokens
     if computes_alone or not ranked or cut is None or missing < min_remote_prefill_tokens:

@@ -34,7 +34,8 @@ class Services:
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, ready to be placed. ``n`` sequences share it; choices count from ``first_index``."""
+    """One prompt, ready to be placed. ``n`` sequences share it; choices count from ``first_index``. The last
+    ``num_outputs`` of its tokens are no prompt: the client has them already, and the rest is asked for."""
 
     request_id: str
     token_ids: list[int]
@@ -44,6 +45,11 @@ class Job:
     arrival_s: float  # time.monotonic()
     cache_salt: str | None = None
     priority: int = 0
+    num_outputs: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) - self.num_outputs
 
 
 async def prepare(services: Services, request: GenerationRequest, request_id: str) -> list[Job]:

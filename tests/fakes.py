@@ -22,6 +22,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.request import Request, SamplingParams
 
 VOCAB = 50
+ROW = b"row"  # a carry row's stand-in
 
 DraftRule = Callable[[str, int, int], int]
 """(request id, position, the token that will come there) -> the draft."""
@@ -102,8 +103,9 @@ class FakeRunner:
         self._check_writes(batch)
         return RunnerOutput(tuple(self._run_one(entry) for entry in batch.entries))
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        return b"row" if self.num_modules > 1 and self._carry_rows.get(request_id) else None
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        rows = self._carry_rows.get(request_id, 0)
+        return ROW * (rows if at_most is None else min(rows, at_most)) or None
 
     def receive(self, blocks: Mapping[int, Mapping[int, int]], tokens: Sequence[int], upto: int) -> None:
         """What a transfer would write: positions below ``upto`` of a prompt, unknown tokens left out."""
@@ -130,7 +132,8 @@ class FakeRunner:
         assert entry.start + entry.num_new <= len(entry.known)
         digests = chain(entry.known)
         first_row = self._first_row(entry.start, len(entry.known) - 1)
-        rows = 1 if entry.handover_carry is not None else self._carry_rows.get(entry.request_id, 0)
+        carry = entry.handover_carry
+        rows = self._carry_rows.get(entry.request_id, 0) if carry is None else len(carry) // len(ROW)
         assert entry.start - first_row <= rows, f"{entry.request_id} starts without its carry"
         self._check_state(entry, digests)
         for g, group in enumerate(self.layout.kv_groups):

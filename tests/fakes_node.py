@@ -196,7 +196,7 @@ class FakeNode:
             logprobs = None
             if request.sampling.logprobs is not None:
                 logprobs = tuple(TokenLogprob(-0.5, ((token, -0.5), (0, -2.0))) for token in chunk)
-            self.client.send(router_id, TokenChunk(request.request_id, chunk, index, logprobs))
+            self.client.send(router_id, TokenChunk(request.request_id, chunk, index, logprobs, start))
         ended_early = len(wanted) < request.sampling.max_tokens or self.stop_string is not None
         self.client.send(
             router_id,

@@ -77,7 +77,9 @@ class RequestUpdate:
 
     request_id: str
     new_tokens: tuple[int, ...] = ()
+    offset: int = 0  # of the first new token in the sequence's output
     logprobs: tuple[TokenLogprob, ...] | None = None
+    drafts: tuple[int, ...] = ()  # proposed for the tokens after them
     final_upto: int = 0  # positions whose KV no later step writes again
     num_computed: int = 0
     finish_reason: FinishReason | None = None

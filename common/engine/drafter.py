@@ -49,8 +49,9 @@ class Drafter(Protocol):
         """The request ended or was preempted."""
         ...
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        """The last row of the carry, as the back-off hand-over ships it; None where there is none."""
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        """The last ``at_most`` rows of the carry (None: all) as bytes, for a hand-over; None where there are
+        none."""
         ...
 
     def distribution(self, drafts: Drafts) -> DraftDistribution | None:

@@ -2,7 +2,7 @@
 
     add(request)                     an ordinary request; P sets `stop_at` and `hold_blocks`
     reserve(request, cut)            D: local hits kept, the rest reserved, state RECEIVING_KV
-    kv_arrived(id, upto, carry)      D: positions below `upto` are in place
+    kv_arrived(id, upto, carry, first)  D: positions below `upto` are in place; token L, if P sampled it
     kv_failed(id, final_upto, ...)   D: the transfer broke; compute the rest here
     release(id)                      the hold is over, blocks return to the pool
     abort(id)                        legal in every state
@@ -14,6 +14,7 @@ One thread calls all of this (see `loop`). No torch here: the runner has it.
 from collections.abc import Mapping, Sequence
 
 from common.engine.batch import StepOutput
+from common.engine.first_token import FirstToken
 from common.engine.model_runner_protocol import Runner
 from common.engine.scheduler import Scheduler
 from common.kv_events import KVEvent
@@ -44,8 +45,10 @@ class Engine:
     def wanted(self, request_id: str, cut: int) -> dict[int, dict[int, int]]:
         return self.scheduler.wanted(request_id, cut)
 
-    def kv_arrived(self, request_id: str, upto: int, carry: bytes | None = None) -> None:
-        self.scheduler.kv_arrived(request_id, upto, carry)
+    def kv_arrived(
+        self, request_id: str, upto: int, carry: bytes | None = None, first: FirstToken | None = None
+    ) -> None:
+        self.scheduler.kv_arrived(request_id, upto, carry, first)
 
     def kv_failed(
         self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]] | None = None

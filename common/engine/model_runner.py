@@ -76,8 +76,8 @@ class ModelRunner:
             )
         )
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        return None if self.speculator is None else self.speculator.carry_row(request_id)
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        return None if self.speculator is None else self.speculator.carry_rows(request_id, at_most)
 
     def _recurrence(self, entries: Sequence[ScheduledRequest]) -> PagedRecurrence | None:
         """What recurrent layers need, None for a model without."""

@@ -12,6 +12,6 @@ class Runner(Protocol):
         """Computes the batch; every KV slot it names is written on return."""
         ...
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        """The hidden row that a prefill ships with its last block, None if there is none to ship."""
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        """The hidden rows that a prefill ships with its last block, None if there are none to ship."""
         ...

@@ -56,7 +56,7 @@ class NgramDrafter:
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)
 
-    def carry_row(self, request_id: str) -> bytes | None:
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
         return None
 
     def distribution(self, drafts: Drafts) -> DraftDistribution | None:
@@ -68,7 +68,7 @@ class NgramDrafter:
         ids = index.propose(known, self.speculation.num_drafts)
         if self._choose is not None:
             ids = [self._choose(entry.request_id, len(known) + i, token) for i, token in enumerate(ids)]
-        if entry.sampling.greedy or entry.sampling.seed is not None:
+        if entry.sampling.fixed:
             return Drafts(ids)
         return Drafts(ids, [self._certain(token) for token in ids])
 

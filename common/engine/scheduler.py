@@ -7,6 +7,7 @@ request is preempted: its blocks go, it waits, and is later recomputed from its 
 """
 
 import bisect
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,11 +20,12 @@ from common.engine.batch import (
     StepOutput,
     summary_of,
 )
+from common.engine.first_token import FirstToken
 from common.engine.rules import SchedulerConfig, final_upto, is_pinned, next_share
 from common.engine.stopping import StopChecker
 from common.errors import CapacityError, InvalidRequest, PromptTooLong, ProtocolViolation
 from common.kv_cache.manager import KVCacheManager
-from common.request import FinishReason, Request, RequestState, SpecStats, sequences_of
+from common.request import FinishReason, Request, RequestState, SpecStats, TokenLogprob, sequences_of
 
 
 class Scheduler:
@@ -50,7 +52,7 @@ class Scheduler:
         self._forgotten: list[str] = []
         self._preempted: list[str] = []
         self.stats = SpecStats()
-        self._failed: list[RequestUpdate] = []
+        self._untold: list[RequestUpdate] = []  # what happened between two steps
         self.limit = self._longest()  # prompt and output, as the pools were at the start
 
     # ---- requests come and go ---------------------------------------------------------------------------
@@ -93,26 +95,46 @@ class Scheduler:
             return {}
         return self.kv.wanted(request, cut)
 
-    def kv_arrived(self, request_id: str, upto: int, carry: bytes | None) -> None:
-        """Positions below ``upto`` are in place, and the recurrent state there. Without the carry row the
-        last N tokens of the prompt below it are recomputed (with recurrent layers from the last state
-        checkpoint on, or as after a failed transfer): exact too (02-exactness 4)."""
+    def kv_arrived(
+        self, request_id: str, upto: int, carry: bytes | None, first: FirstToken | None = None
+    ) -> None:
+        """Positions below ``upto`` are in place, and the recurrent state there; ``first`` is token L where P
+        sampled it. Without its carry rows the last N known tokens are recomputed (with recurrent layers from
+        the last state checkpoint on, or as after a failed transfer): exact too (02-exactness 4)."""
         request = self._receiving(request_id)
         if request is None:
             return
-        leave = self.config.tail
-        if carry is None and upto > request.num_tokens - leave:
-            start = self.kv.restart_point(request, request.num_tokens - leave)
-            if start is None:
-                self.kv_failed(request_id, upto, {})
-                return
-            upto = start
-        request.num_computed = max(upto, request.num_computed)
-        if carry is not None:
-            self._carry[request_id] = carry
+        ended = None if first is None else self._append_first(request, first)
+        start = self._start_of(request, upto, carry is not None)
+        if ended is None and start is None:
+            self._fail(request, upto)
+            return
+        request.num_computed = max(start or 0, request.num_computed)
         self._receiving_ids.remove(request_id)
+        if ended is not None:
+            self.kv.register_final(request, final_upto(request, self.config.speculation.lookahead))
+            self._finish(request, ended)
+            return
+        if carry is not None and request.num_computed == upto:
+            self._carry[request_id] = carry
         request.state = RequestState.READY
         self.ready.append(request)
+
+    def _start_of(self, request: Request, upto: int, has_carry: bool) -> int | None:
+        """Where a request starts that received its KV below ``upto``; None: nowhere, it begins again."""
+        safe = request.num_tokens - self.config.tail  # needs no rows, and leaves logits to compute
+        if upto <= safe or (has_carry and upto < request.num_tokens):
+            return upto
+        return self.kv.restart_point(request, safe)
+
+    def _append_first(self, request: Request, first: FirstToken) -> FinishReason | None:
+        """Takes token L over from P, as a step would have brought it; whether it ends the request."""
+        tokens, reason = self._stop_checkers[request.request_id].append((first.token_id,), self.limit)
+        # Drafts of an unseeded request are verified with what they were drawn from, which stayed on P.
+        request.drafts = first.drafts[: self.config.speculation.num_drafts] if request.sampling.fixed else ()
+        logprobs = None if first.logprob is None else (first.logprob,)
+        self._untold.append(self._update(request, tokens, logprobs, reason))
+        return reason
 
     def kv_failed(self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]]) -> None:
         """The transfer ended early. Received final blocks go into the cache, the rest is freed, and the
@@ -121,9 +143,11 @@ class Scheduler:
         if request is None:
             return
         self.kv.quarantine(request, quarantined)
-        leave = self.config.tail
-        self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - leave)))
-        self._receiving_ids.remove(request_id)
+        self._fail(request, final_upto)
+
+    def _fail(self, request: Request, final_upto: int) -> None:
+        self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - self.config.tail)))
+        self._receiving_ids.remove(request.request_id)
         self._restart(request)
         self._enqueue(request)
 
@@ -213,7 +237,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.ready or self.running)
+        return bool(self.waiting or self.ready or self.running or self._untold)
 
     @property
     def num_receiving(self) -> int:
@@ -265,9 +289,10 @@ class Scheduler:
     def _slots_upto(self, request: Request, num_new: int, num_drafts: int) -> int:
         """One past the last slot that a step writes, drafting past T included."""
         end = request.num_computed + num_new + num_drafts
-        if request.stop_at is not None or request.num_computed + num_new < request.num_tokens:
+        if request.num_computed + num_new < request.num_tokens:
             return end  # nothing is sampled, so nothing is drafted
-        return max(end, min(end + self.config.speculation.num_slots, self.limit))
+        limit = min(self.limit, self.kv.max_pinned_tokens) if is_pinned(request) else self.limit
+        return max(end, min(end + self.config.speculation.num_slots, limit))
 
     def _make_room(
         self, request: Request, upto: int, order: Sequence[Request], entries: Mapping[str, ScheduledRequest]
@@ -302,7 +327,7 @@ class Scheduler:
             request.request_id, finish_reason=FinishReason.ERROR, summary=summary_of(request)
         )
         self._finish(request, FinishReason.ERROR)
-        self._failed.append(update)
+        self._untold.append(update)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -320,7 +345,8 @@ class Scheduler:
         num_new, _ = next_share(request, budget, self.config, self.limit)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
         alone = not (headroom or self._receiving_ids or self._held_ids)
-        upto = request.end if is_pinned(request) else self._slots_upto(request, num_new, 0)
+        num_placed = request.end - request.num_computed if is_pinned(request) else num_new
+        upto = self._slots_upto(request, num_placed, 0)
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
             self.kv.free(request)
             request.num_computed = 0
@@ -337,7 +363,7 @@ class Scheduler:
         self.kv.stats.record(request.num_tokens, hit)
 
     def _entry(self, request: Request, num_new: int, drafts: tuple[int, ...]) -> ScheduledRequest:
-        samples = request.stop_at is None and request.num_computed + num_new == request.num_tokens
+        samples = request.num_computed + num_new == request.num_tokens
         return ScheduledRequest(
             request_id=request.request_id,
             known=request.token_ids,
@@ -356,7 +382,7 @@ class Scheduler:
     def apply(self, batch: ScheduledBatch, output: RunnerOutput) -> StepOutput:
         """Appends tokens, ends requests, registers final blocks. Call before the next `schedule`."""
         self.kv.copies_done(batch.copies)
-        updates, self._failed = self._failed, []
+        updates, self._untold = self._untold, []
         forked: list[tuple[str, str]] = []
         for entry, result in zip(batch.entries, output.outputs, strict=True):
             request = self.requests.get(entry.request_id)
@@ -375,7 +401,9 @@ class Scheduler:
         reason: FinishReason | None = None
         if entry.samples:
             checker = self._stop_checkers[request.request_id]
-            tokens, reason = checker.append(result.tokens, self.limit)
+            # How long a prefill's sequence may get is for the node to say where it goes on.
+            limit = self.limit if request.stop_at is None else sys.maxsize
+            tokens, reason = checker.append(result.tokens, limit)
             verified, accepted = len(entry.drafts), result.num_accepted
             if len(tokens) < len(result.tokens):  # nothing past the end counts, verified or not
                 verified, accepted = min(verified, len(tokens)), min(accepted, len(tokens))
@@ -383,20 +411,10 @@ class Scheduler:
                 stats.record(verified, accepted)
             request.num_computed = min(request.num_computed, request.num_tokens)
             request.drafts = result.next_drafts
-        elif request.stop_at == request.num_computed:
+        if reason is None and request.stop_at == request.num_computed:
             reason = FinishReason.CUT
-        final = final_upto(request, self.config.speculation.lookahead)
-        self.kv.register_final(request, final)
-        update = RequestUpdate(
-            request.request_id,
-            tokens,
-            result.logprobs[: len(tokens)] if result.logprobs is not None else None,
-            final,
-            request.num_computed,
-            reason,
-            request.stop_string,
-            None if reason is None else summary_of(request),
-        )
+        self.kv.register_final(request, final_upto(request, self.config.speculation.lookahead))
+        update = self._update(request, tokens, result.logprobs, reason)
         if reason is not None:
             self.running.remove(request)
             if request.hold_blocks:
@@ -409,6 +427,27 @@ class Scheduler:
         else:
             self.kv.free_skipped(request)
         return update
+
+    def _update(
+        self,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        reason: FinishReason | None,
+    ) -> RequestUpdate:
+        """The news that ``tokens``, just appended, are; ``logprobs`` may be of some more."""
+        return RequestUpdate(
+            request.request_id,
+            new_tokens=tokens,
+            offset=request.num_output_tokens - len(tokens),
+            logprobs=logprobs[: len(tokens)] if logprobs is not None else None,
+            drafts=request.drafts,
+            final_upto=final_upto(request, self.config.speculation.lookahead),
+            num_computed=request.num_computed,
+            finish_reason=reason,
+            stop_string=request.stop_string,
+            summary=None if reason is None else summary_of(request),
+        )
 
     def _fork(self, parent: Request, entry: ScheduledRequest) -> list[Request]:
         """Starts sequences 1..n-1 of ``parent``, whose prompt has just been computed.

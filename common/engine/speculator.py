@@ -57,12 +57,13 @@ class MtpSpeculator:
     def forget(self, request_id: str) -> None:
         self._carry.pop(request_id, None)
 
-    def carry_row(self, request_id: str) -> bytes | None:
-        """The last carry row as bytes: what `backoff` ships (None for N <= 1, where none is missing)."""
+    def carry_rows(self, request_id: str, at_most: int | None = None) -> bytes | None:
+        """The last carry rows as bytes: what a hand-over ships (None for N <= 1, where none is missing)."""
         carry = self._carry.get(request_id)
         if carry is None or carry.shape[0] == 0:
             return None
-        return bytes(carry[-1:].contiguous().view(torch.uint8).numpy().tobytes())
+        rows = carry if at_most is None else carry[-at_most:]
+        return bytes(rows.contiguous().view(torch.uint8).numpy().tobytes())
 
     def run(
         self, entries: Sequence[ScheduledRequest], verified: Sequence[Verified], hidden: Sequence[Tensor]

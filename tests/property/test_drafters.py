@@ -38,7 +38,7 @@ from tests.builders import (
     random_trunk,
     run_to_end,
 )
-from tests.pairing import hand_over
+from tests.pairing import HANDOFFS, Handoff, hand_over
 
 LIMIT, SEEN = 1e-4, 1e-2
 TRUNK = random_trunk()
@@ -105,14 +105,18 @@ def test_tokens_and_draft_kv_are_exact_whatever_is_accepted(name: str, rate: flo
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("carry", [True, False])
-def test_the_hand_over_is_exact_for_every_method(name: str, carry: bool) -> None:
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_the_hand_over_is_exact_for_every_method(name: str, handoff: Handoff, carry: bool) -> None:
     method, folder = METHODS[name]
     prefill = make_engine(TRUNK, MODULES[folder], budget=16, method=method)
     decode = make_engine(TRUNK, MODULES[folder], budget=16, method=method)
     for length in (1, 2, 4, 5, 8, 17, 30):
         prompt = random_prompt(length, 100 + length)
         request = make_request(prompt, 16, hold_blocks=True)
-        hand_over(prefill, decode, request, method.speculation.lookahead, ship_carry=carry)
+        lookahead = method.speculation.lookahead
+        hand_over(prefill, decode, request, lookahead, handoff=handoff, ship_carry=carry)
+        if handoff == "carry" and name != "n-gram":
+            assert len(request.drafts) == method.speculation.num_drafts
         drain(decode[0])
         assert request.token_ids[length:] == greedy_tokens(TRUNK, prompt, 16)
         assert kv_diff(decode, request, method, folder) < LIMIT

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.engine.engine import Engine
+from common.engine.first_token import FirstToken
 from common.errors import CapacityError, PromptTooLong
 from common.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
 from common.request import FinishReason, Request, RequestState
 from tests.fakes import (
+    ROW,
     VOCAB,
     FakeRunner,
     continuation,
@@ -88,16 +90,21 @@ class World:
         request = self.new_request()
         request.num_sequences, request.hold_blocks = 1, True
         if self.rng.random() < 0.8:
-            request.stop_at = cut_of(request.num_tokens, self.num_modules) or request.num_tokens
+            request.stop_at = self.cut_of(request) or request.num_tokens
         self.originals.remove(request)
         try:
             self.engine.add(request)
         except PromptTooLong:
             return
 
+    def cut_of(self, request: Request) -> int | None:
+        """That of either hand-over."""
+        carry = request.num_sequences == 1 and self.rng.random() < 0.4
+        return request.num_tokens if carry else cut_of(request.num_tokens, self.num_modules)
+
     def reserve(self) -> None:
         request = self.new_request()
-        cut = cut_of(request.num_tokens, self.num_modules)
+        cut = self.cut_of(request)
         try:
             if cut is None:
                 self.engine.add(request)
@@ -112,7 +119,7 @@ class World:
             self.originals.remove(request)
 
     def arrive(self) -> None:
-        """The KV of one reservation arrives: whole, without its carry row, or only the first part."""
+        """The KV of one reservation arrives: whole, without its carry rows (or token L), or a part of it."""
         if not self.receiving:
             return
         request_id = self.rng.choice(sorted(self.receiving))
@@ -135,9 +142,22 @@ class World:
             self.engine.kv_failed(request_id, arrived, stuck)
             return
         else:
-            self.runner.receive(wanted, request.token_ids, cut)
-        carry = b"row" if how == "carry" and self.num_modules > 1 else None
-        self.engine.kv_arrived(request_id, cut, carry)
+            first = self.first_token(request, cut)
+            ahead = () if first is None else (first.token_id, *first.drafts)  # P's modules have read them
+            self.runner.receive(wanted, [*request.token_ids, *ahead], cut)
+            rows = 1 if first is None else self.num_modules - 1
+            carry = ROW * min(rows, self.num_modules - 1, cut) if how == "carry" else b""
+            self.engine.kv_arrived(request_id, cut, carry or None, first)
+            return
+        self.engine.kv_arrived(request_id, cut, None)
+
+    def first_token(self, request: Request, cut: int) -> FirstToken | None:
+        """What P sends in a `carry` hand-over, if its word can be read."""
+        if cut < request.num_tokens or self.rng.random() < 0.1:
+            return None
+        token, *coming = continuation(request.token_ids, 1 + self.num_modules, request.sampling.seed)
+        drafts = (self.runner.draft_rule(request.request_id, cut + 1 + m, t) for m, t in enumerate(coming))
+        return FirstToken(token, tuple(drafts))
 
     def abort(self) -> None:
         ids = sorted(self.engine.scheduler.requests)

@@ -49,5 +49,5 @@ def test_tokens_of_a_step_that_was_faster_than_the_acceptance_wait_for_it(
         assert isinstance(sent[2], Finished)
         assert "r" not in node._decodes
         return
-    node._on_step(StepOutput((RequestUpdate("r", (8,)),)), None)
-    assert sent[2:] == [TokenChunk("r", (8,))]
+    node._on_step(StepOutput((RequestUpdate("r", (8,), 1),)), None)
+    assert sent[2:] == [TokenChunk("r", (8,), offset=1)]

@@ -12,6 +12,7 @@ from common.errors import CapacityError, ConfigError, InvalidRequest, PromptTooL
 from common.kv_events import BlockStored
 from common.request import FinishReason, Request, RequestState
 from tests.fakes import (
+    ROW,
     FakeRunner,
     continuation,
     fake_request,
@@ -38,7 +39,7 @@ def served(runner: FakeRunner) -> list[tuple[str, int, int]]:
 
 def receive(engine: Engine, runner: FakeRunner, request: Request, cut: int, carry: bool = True) -> None:
     runner.receive(engine.wanted(request.request_id, cut), request.token_ids, cut)
-    engine.kv_arrived(request.request_id, cut, b"row" if carry else None)
+    engine.kv_arrived(request.request_id, cut, ROW if carry else None)
 
 
 # ---- one request ----------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ def test_kv_for_an_aborted_request_is_ignored_and_for_a_running_one_a_violation(
     engine.reserve(fake_request(range(30)), 27)
     engine.abort("r")
     assert is_whole(engine)
-    engine.kv_arrived("r", 27, b"row")
+    engine.kv_arrived("r", 27, ROW)
     engine.kv_failed("r", 8)
     assert engine.wanted("r", 27) == {}
     engine.add(fake_request(range(5)))
@@ -373,7 +374,7 @@ def test_a_prefill_is_held_until_it_is_released() -> None:
     assert update.finish_reason is FinishReason.CUT
     assert (update.final_upto, update.num_computed) == (16, 17)
     assert request.state is RequestState.HELD
-    assert engine.runner.carry_row("r") is not None
+    assert engine.runner.carry_rows("r") is not None
     assert len(engine.tables("r")[0]) == 5
     assert not engine.has_work
     engine.release("nobody")
