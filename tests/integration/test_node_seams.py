@@ -260,6 +260,7 @@ def test_a_request_that_is_given_up_ends_with_an_error_that_says_why() -> None:
             with standing_still(d):
                 leg = hub.open(node, DecodeRequest("a", list(range(30)), sampling))
                 await eventually(lambda: len(d._admission) == 1)
+                await asyncio.sleep(0.05)  # the queue has asked the engine: what follows comes behind that
                 d.runtime.loop.call(lambda engine: engine.step())  # admits it, with its prompt's blocks
                 d.runtime.loop.call(shrink)
             end = await answer(leg)
