@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.extra_keys import MultimodalItem
 from common.kv_cache.manager import BlockCopy
 from common.request import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -24,6 +25,7 @@ class ScheduledRequest:
     sampling: SamplingParams
     num_prompt: int
     handover_carry: bytes | None = None  # hidden rows of the positions just below `start`, from P
+    encode: tuple[MultimodalItem, ...] = ()  # spans to encode before the step
 
     @property
     def end(self) -> int:
@@ -33,11 +35,13 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """``forgotten``: requests whose tensors the runner drops before the step."""
+    """``forgotten``: requests whose tensors the runner drops before the step; ``freed_encodings``: (request
+    id, span) of encoder outputs that it drops, likewise first."""
 
     entries: tuple[ScheduledRequest, ...]
     copies: tuple[BlockCopy, ...] = ()
     forgotten: tuple[str, ...] = ()
+    freed_encodings: tuple[tuple[str, MultimodalItem], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,16 @@ from common.request import Request
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """``max_model_len`` counts prompt and output."""
+    """``max_model_len`` counts prompt and output. Encoder outputs (`encoder_cache`) are counted in positions
+    of the prompt; 0 for models that take text only."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
     speculation: Speculation = NO_SPECULATION
     long_prefill_token_threshold: int = 0
+    max_encoder_tokens: int = 0
+    encoder_cache_tokens: int = 0
 
     def __post_init__(self) -> None:
         chunk, lookahead = self.max_chunk, self.speculation.lookahead

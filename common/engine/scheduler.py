@@ -20,6 +20,7 @@ from common.engine.batch import (
     StepOutput,
     summary_of,
 )
+from common.engine.encoder_cache import EncoderCache
 from common.engine.first_token import FirstToken
 from common.engine.rules import SchedulerConfig, final_upto, is_pinned, next_share
 from common.engine.stopping import StopChecker
@@ -39,6 +40,9 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
+        self.encoders = EncoderCache(
+            config.encoder_cache_tokens, config.max_encoder_tokens, config.speculation.lookahead
+        )
         self._make_stop_checker = stop_checker
         self._stop_checkers: dict[str, StopChecker] = {}
         self.requests: dict[str, Request] = {}
@@ -76,7 +80,9 @@ class Scheduler:
         headroom = self._num_seated
         seats = self._seats - headroom
         room = self.kv.fits(request, request.num_tokens + 1, headroom, self.config.max_num_batched_tokens)
-        if seats <= 0 or not room or not self.kv.allocate_span(request, start, request.num_tokens):
+        room = room and seats > 0 and self.encoders.admit(request, hit)
+        if not room or not self.kv.allocate_span(request, start, request.num_tokens):
+            self.encoders.release(request)
             self.kv.free(request)
             del self.requests[request.request_id], self._stop_checkers[request.request_id]
             raise CapacityError(
@@ -188,6 +194,7 @@ class Scheduler:
                 f"a prefill of {request.end} tokens holds all its blocks, and a KV group here has blocks "
                 f"for {self.kv.max_pinned_tokens}; shorten the prompt or raise kv_cache_mib"
             )
+        self.encoders.check(request)
         self.requests[request.request_id] = request
         self._stop_checkers[request.request_id] = self._make_stop_checker(request)
 
@@ -213,6 +220,7 @@ class Scheduler:
 
     def _restart(self, request: Request) -> None:
         """Frees everything computed; known tokens stay."""
+        self.encoders.release(request)
         self.kv.free(request)
         request.num_computed = 0
         request.drafts = ()
@@ -223,6 +231,7 @@ class Scheduler:
         """Old owner of the blocks: the request. New owner: the pool's free list."""
         if self.on_finish is not None and reason is not FinishReason.ABORT:
             self.on_finish(request)
+        self.encoders.release(request)
         self.kv.free(request)
         request.finish_reason = reason
         request.state = RequestState.FINISHED
@@ -247,6 +256,7 @@ class Scheduler:
         """The next step's work; may be empty. Owns the blocks that the step writes."""
         entries: dict[str, ScheduledRequest] = {}
         budget = self.config.max_num_batched_tokens
+        self.encoders.begin_step()
         # Arrived hand-overs first, then by priority; the sort keeps the order of admission.
         order = [*self.ready, *sorted(self.running, key=lambda r: r.priority)]
         for request in order:
@@ -254,7 +264,7 @@ class Scheduler:
                 break
             if request.state in (RequestState.WAITING, RequestState.FINISHED):
                 continue  # preempted a moment ago, or given up
-            num_new, drafts = next_share(request, budget, self.config, self.limit)
+            num_new, drafts = self._share(request, budget)
             if num_new <= 0:
                 continue
             if request.state is RequestState.READY:  # one that finds no budget stays ready: first next time
@@ -276,7 +286,15 @@ class Scheduler:
             entries[request.request_id] = self._entry(request, num_new, ())
             budget -= num_new
         forgotten, self._forgotten = tuple(self._forgotten), []
-        return ScheduledBatch(tuple(entries.values()), self.kv.take_copies(), forgotten)
+        return ScheduledBatch(
+            tuple(entries.values()), self.kv.take_copies(), forgotten, self.encoders.take_freed()
+        )
+
+    def _share(self, request: Request, budget: int) -> tuple[int, tuple[int, ...]]:
+        """`next_share`, as far as encoder outputs are there or can be made."""
+        num_new, drafts = next_share(request, budget, self.config, self.limit)
+        allowed = self.encoders.limit(request, num_new)
+        return (num_new, drafts) if allowed == num_new else (allowed, ())
 
     @property
     def _seats(self) -> int:
@@ -342,12 +360,15 @@ class Scheduler:
             hit = self.kv.match(request)
             self.kv.adopt(request, hit)
         headroom = self._num_seated
-        num_new, _ = next_share(request, budget, self.config, self.limit)
+        num_new = 0
+        if self.encoders.admit(request, request.num_computed):
+            num_new, _ = self._share(request, budget)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
         alone = not (headroom or self._receiving_ids or self._held_ids)
         num_placed = request.end - request.num_computed if is_pinned(request) else num_new
         upto = self._slots_upto(request, num_placed, 0)
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
+            self.encoders.release(request)
             self.kv.free(request)
             request.num_computed = 0
             return 0
@@ -375,6 +396,7 @@ class Scheduler:
             sampling=request.sampling,
             num_prompt=request.num_prompt_tokens,
             handover_carry=self._carry.pop(request.request_id, None),
+            encode=self.encoders.take(request, num_new),
         )
 
     # ---- what came of it --------------------------------------------------------------------------------
@@ -415,10 +437,12 @@ class Scheduler:
             reason = FinishReason.CUT
         self.kv.register_final(request, final_upto(request, self.config.speculation.lookahead))
         update = self._update(request, tokens, result.logprobs, reason)
+        self.encoders.advance(request)
         if reason is not None:
             self.running.remove(request)
             if request.hold_blocks:
                 # Old owner: the running request. New owner: the hold, until `release` or `abort`.
+                self.encoders.release(request)
                 request.state = RequestState.HELD
                 self._held_ids.add(request.request_id)
                 request.finish_reason = reason
@@ -462,13 +486,14 @@ class Scheduler:
         for child in sequences_of(parent):
             self.requests[child.request_id] = child
             self._stop_checkers[child.request_id] = self._make_stop_checker(child)
-            seat = self._num_seated < self._seats
+            seat = self._num_seated < self._seats and self.encoders.admit(child, shared)
             if seat and self.kv.fork(parent, child, shared, start):
                 child.state = RequestState.RUNNING
                 self.running.append(child)
                 if start > shared and entry.handover_carry is not None:
                     self._carry[child.request_id] = entry.handover_carry
             else:
+                self.encoders.release(child)
                 self._enqueue(child)
             children.append(child)
         parent.num_sequences = 1
@@ -508,4 +533,6 @@ class Scheduler:
             assert len(request.drafts) <= self.config.speculation.num_drafts
             if request.state is RequestState.WAITING:
                 assert not any(request.tables), f"{request!r} waits and owns blocks"
+        waiting = {r.request_id for r in self.waiting}
+        self.encoders.check_invariants(self.requests.keys() - waiting - self._held_ids)
         self.kv.check_invariants(self.requests.values())
