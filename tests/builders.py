@@ -159,7 +159,8 @@ def make_engine(
     )
     sizes = [num_blocks] * len(layout.groups)
     hasher = BlockHasher(block_size, 0 if drop_last_block else method.speculation.lookahead)
-    kv = KVCacheManager(layout, sizes, hasher, prefix_caching, drop_last_block)
+    num_unhashed = method.speculation.lookahead if drop_last_block else 0
+    kv = KVCacheManager(layout, sizes, hasher, prefix_caching, drop_last_block, num_unhashed=num_unhashed)
     storage = KVStorage(layout, sizes)
     scheduler = Scheduler(
         SchedulerConfig(budget, max_num_seqs, max_model_len, method.speculation, threshold),

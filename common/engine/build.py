@@ -99,7 +99,10 @@ def assemble(
     drop = plain and speculation.lookahead > 0
     if drop and options.prefix_caching:
         check_dropped_block(options.block_size, speculation)
-    kv = KVCacheManager(layout, sizes, hasher, options.prefix_caching, drop, options.tell_salted_tokens)
+    num_unhashed = speculation.lookahead if plain else 0
+    kv = KVCacheManager(
+        layout, sizes, hasher, options.prefix_caching, drop, options.tell_salted_tokens, num_unhashed
+    )
     storage = KVStorage(layout, sizes)
     limit = config.max_position_embeddings
     scheduler_config = SchedulerConfig(

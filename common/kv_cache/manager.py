@@ -8,6 +8,7 @@ are registered, at the end of the step that made them final. No torch here.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.block_hash import BlockHasher
 from common.errors import CapacityError
@@ -48,12 +49,15 @@ class KVCacheManager:
     prefix_caching: bool = True
     drop_last_block: bool = False  # plain hashes: the last block of a hit may hold another reader's draft KV
     tell_salted_tokens: bool = False  # KV events of salted requests carry token ids, salt and keys too
+    num_unhashed: int = 0  # plain hashes: tokens after a block that its draft KV depends on all the same
     stats: CacheStats = field(default_factory=CacheStats)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(n) for n in self.num_blocks]
         self.events = CacheEvents(self.hasher, len(self.pools), self.tell_salted_tokens)
         self._pending_copies: list[BlockCopy] = []
+        # Plain hashes, per group: what followed each registered block where it was computed.
+        self._followed_by: list[dict[int, object]] = [{} for _ in self.pools]
 
     @property
     def block_size(self) -> int:
@@ -233,23 +237,42 @@ class KVCacheManager:
             limit = min(limit, (request.stop_at - 1) // self.block_size)  # something is left to compute
         if at_most is not None:
             limit = min(limit, at_most // self.block_size)
-        hit = self._longest_hit(request.block_hashes, limit * self.block_size)
+        hit = self._longest_hit(request, limit * self.block_size, checked=False)
         if self.drop_last_block:
-            hit = self._longest_hit(request.block_hashes, max(0, hit - self.layout.hit_unit))
+            hit = self._longest_hit(
+                request, max(0, hit - self.layout.hit_unit), checked=self.num_unhashed > 0
+            )
         return hit
 
-    def _longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Tokens. Each group rounds down to its own blocks, so the fixed point is a multiple of them all."""
+    def _longest_hit(self, request: Request, limit: int, *, checked: bool) -> int:
+        """Tokens. Each group rounds down to its own blocks, so the fixed point is a multiple of them all.
+
+        ``checked``: a block counts only if the same tokens followed where it was computed. Plain hashes do
+        not say so, and the drop covers the last block only: one in the middle may be another
+        continuation's.
+        """
         length = limit
         while True:
             before = length
-            for pool, group in zip(self.pools, self.groups, strict=True):
-                ratio, size = self._ratio(group), group.block_size
-                own = hashes if ratio == 1 else hashes[ratio - 1 :: ratio]
+            for g, group in enumerate(self.groups):
                 find = _full_hit if group.keeps_all else _window_hit
-                length = find(pool.lookup, own, length // size, group) * size
+                is_cached = partial(self._is_cached, request, g, checked)
+                length = find(is_cached, length // group.block_size, group) * group.block_size
             if length == before:
                 return length
+
+    def _is_cached(self, request: Request, g: int, checked: bool, i: int) -> bool:
+        block = self.pools[g].lookup(request.block_hashes[(i + 1) * self._ratio(self.groups[g]) - 1])
+        if block is None or not checked:
+            return block is not None
+        return self._followed_by[g].get(block) == self._following(request, g, i)
+
+    def _following(self, request: Request, g: int, i: int) -> object:
+        """What the draft KV of block ``i`` depends on past its end: tokens, and the keys over them."""
+        end = (i + 1) * self.groups[g].block_size
+        upto = end + self.num_unhashed
+        keys = None if request.extra_keys is None else request.extra_keys.keys_for(end, upto)
+        return tuple(request.token_ids[end:upto]), keys
 
     def adopt(self, request: Request, num_tokens: int) -> None:
         """Puts the blocks of a hit of ``num_tokens`` into the (empty) tables; the request owns them now."""
@@ -282,6 +305,8 @@ class KVCacheManager:
             for i in range(first, min(upto, len(table))):
                 if table[i] != NULL_BLOCK and pool.register(table[i], hashes[(i + 1) * ratio - 1]):
                     fresh.append(i)
+                    if self.num_unhashed:
+                        self._followed_by[g][table[i]] = self._following(request, g, i)
             request.num_registered[g] = upto
             if fresh:
                 self.events.stored(g, request, fresh, ratio)
@@ -362,17 +387,18 @@ class KVCacheManager:
                 assert pool.ref_count(block) == counted.get(block, 0), f"block {block}: owners differ"
 
 
-Lookup = Callable[[bytes], int | None]
+IsCached = Callable[[int], bool]
+"""Whether the block at an index is there and may be used."""
 
 
-def _full_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: GroupSpec) -> int:
+def _full_hit(is_cached: IsCached, limit: int, group: GroupSpec) -> int:
     for i in range(limit):
-        if lookup(hashes[i]) is None:
+        if not is_cached(i):
             return i
     return limit
 
 
-def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: GroupSpec) -> int:
+def _window_hit(is_cached: IsCached, limit: int, group: GroupSpec) -> int:
     """Longest h <= limit such that every block still needed after h blocks is cached (right to left); of
     state that is the last checkpoint alone."""
     h, run = limit, 0
@@ -381,7 +407,7 @@ def _window_hit(lookup: Lookup, hashes: Sequence[bytes], limit: int, group: Grou
         if run >= needed:
             return h
         i = h - run - 1
-        if lookup(hashes[i]) is None:
+        if not is_cached(i):
             h, run = i, 0
         else:
             run += 1

@@ -183,24 +183,29 @@ def test_the_dropped_block_is_what_makes_plain_hashes_exact() -> None:
     assert diverging(drop=True, cut_drop=True) > SEEN  # control: plain hashes without the drop
 
 
-def returning(drop: bool) -> float:
-    """A = X + a, B = X + b, then B with its answer and more: the draft KV of that last one."""
+def returning(drop: bool, checked: bool = True) -> tuple[int, float]:
+    """A = X + a, B = X + b, then B with its answer and more: hit and draft KV of that last one."""
     method = multi_method(4)
     pair = make_engine(TRUNK, MODULES[4], block_size=4, method=method, drop_last_block=drop)
+    if not checked:
+        pair[0].scheduler.kv.num_unhashed = 0
     a, b = ([*random_prompt(17, 1), *random_prompt(12, seed)] for seed in (2, 3))
     for prompt in (a, b):
         run_to_end(pair[0], make_request(prompt, 1))
     third = make_request([*b, *random_prompt(9, 4)], 1, hold_blocks=True)
     run_to_end(pair[0], third)
-    assert third.num_cached_tokens > 17
-    return kv_diff(pair, third, method, 4)
+    return third.num_cached_tokens, kv_diff(pair, third, method, 4)
 
 
-def test_the_dropped_block_does_not_cover_a_second_turn() -> None:
-    """The block in which A and B part is dropped from B's first hit, but it stays A's in the cache, and lies
-    inside B's next hit. What lookahead hashes tell apart, the drop cannot: a limit of plain hashes."""
-    assert returning(drop=False) < LIMIT
-    assert returning(drop=True) > SEEN
+def test_a_second_turn_reads_no_block_of_another_continuation() -> None:
+    """The block in which A and B part is dropped from B's first hit, but stays A's in the cache, and would
+    lie in the middle of B's next hit. Lookahead hashes tell it apart; plain ones must look at what followed."""
+    hit, diff = returning(drop=False)
+    assert (hit, diff < LIMIT) == (24, True)
+    hit, diff = returning(drop=True)
+    assert (hit, diff < LIMIT) == (12, True)  # tokens 16.. follow the block [12, 16) and differ from 17 on
+    hit, diff = returning(drop=True, checked=False)  # control: the drop alone
+    assert (hit, diff > SEEN) == (20, True)
 
 
 def test_a_block_shorter_than_the_lookahead_is_refused_with_plain_hashes() -> None:
