@@ -199,7 +199,7 @@ def returning(drop: bool, checked: bool = True) -> tuple[int, float]:
 
 def test_a_second_turn_reads_no_block_of_another_continuation() -> None:
     """The block in which A and B part is dropped from B's first hit, but stays A's in the cache, and would
-    lie in the middle of B's next hit. Lookahead hashes tell it apart; plain ones must look at what followed."""
+    lie in the middle of B's next hit. Lookahead hashes tell it apart; plain ones look at what followed it."""
     hit, diff = returning(drop=False)
     assert (hit, diff < LIMIT) == (24, True)
     hit, diff = returning(drop=True)
