@@ -85,9 +85,7 @@ def read_token_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
         else:
             prompts = read_prompts(file)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--prompts {file}: {error!r}; expected `prompts` or lines with `prompt`"
-        ) from None
+        raise ConfigError(f"--prompts {file}: {error!r}; expected `prompts` or lines with `prompt`") from None
     ids = [tokenizer.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
     if not ids or not all(ids):
         raise ConfigError(f"--prompts {file}: no prompts in it, or an empty one")
