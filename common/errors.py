@@ -8,6 +8,7 @@
     |   +-- RequestAborted      499  the client left
     +-- ServiceError            the service is at fault (5xx)
     |   +-- Overloaded          429  queue full: try again later
+    |   +-- CacheInUse          409  requests read the prefix cache that is to be reset
     |   +-- NoNodeAvailable     503
     |   +-- NodeFailed          502  a node died or answered nonsense
     |   |   +-- EngineStopped   502  the node is up, its engine is not
@@ -77,6 +78,10 @@ class ServiceError(BatonError):
 class Overloaded(ServiceError):
     http_status = 429
     error_type = "rate_limit_error"
+
+
+class CacheInUse(ServiceError):
+    http_status = 409
 
 
 class NoNodeAvailable(ServiceError):

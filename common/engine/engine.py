@@ -7,6 +7,7 @@
     release(id)                      the hold is over, blocks return to the pool
     abort(id)                        legal in every state
     step()                           schedule, run, apply
+    reset_prefix_cache()             while idle: every cached block is forgotten
 
 One thread calls all of this (see `loop`). No torch here: the runner has it.
 """
@@ -17,6 +18,7 @@ from common.engine.batch import StepOutput
 from common.engine.first_token import FirstToken
 from common.engine.model_runner_protocol import Runner
 from common.engine.scheduler import Scheduler
+from common.errors import CacheInUse
 from common.kv_events import KVEvent
 from common.request import Request, SpecStats
 
@@ -66,6 +68,16 @@ class Engine:
         batch = self.scheduler.schedule()
         output = self.runner.run(batch)
         return self.scheduler.apply(batch, output)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached blocks. Raises CacheInUse while there are requests, in whatever state."""
+        ids = list(self.scheduler.requests)
+        if ids:
+            raise CacheInUse(
+                f"the prefix cache is not reset: {len(ids)} request(s) here use its blocks, the oldest is "
+                f"{ids[0]!r}; drain the node, or wait until it is idle"
+            )
+        self.scheduler.kv.reset_prefix_cache()
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call, in order."""

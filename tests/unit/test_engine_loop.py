@@ -11,7 +11,7 @@ from common.engine.batch import RunnerOutput, ScheduledBatch, StepOutput
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
 from common.errors import BatonError
-from common.kv_events import KVEvent
+from common.kv_events import AllBlocksCleared, KVEvent
 from common.request import RequestState
 from tests.fakes import continuation, fake_request, make_fake_engine, outputs_of
 
@@ -195,3 +195,14 @@ def test_an_idle_engine_does_not_step(watched: Watched) -> None:
     watched.loop.call(lambda engine: None).result(WAIT_S)
     assert not runs
     assert not watched.steps
+
+
+def test_a_reset_of_the_idle_cache_is_told_at_once(watched: Watched) -> None:
+    watched.loop.start()
+    watched.loop.call(lambda e: e.add(fake_request(range(20), 4))).result(WAIT_S)
+    assert watched.finished.wait(WAIT_S)
+    watched.loop.call(lambda e: e.reset_prefix_cache()).result(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while AllBlocksCleared() not in watched.events and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert watched.events[-1] == AllBlocksCleared()
