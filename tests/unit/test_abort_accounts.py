@@ -1,4 +1,4 @@
-"""An abort in any state leaves blocks, counters and events right: what was final stays, the rest never was."""
+"""An abort in any state leaves blocks, counters and events right: what was final stays."""
 
 import pytest
 
