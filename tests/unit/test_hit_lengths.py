@@ -44,7 +44,11 @@ def make_manager(k: int, block_size: int, plain: bool, num_tokens: int, state: i
     )
     sizes = [num_tokens // block_size + 3] * len(layout.groups)
     return KVCacheManager(
-        layout, sizes, BlockHasher(block_size, 0 if plain else k), drop_last_block=plain and k > 0
+        layout,
+        sizes,
+        BlockHasher(block_size, 0 if plain else k),
+        drop_last_block=plain and k > 0,
+        num_unhashed=k if plain else 0,
     )
 
 
