@@ -3,15 +3,17 @@
 They exist to show that the oracle sees the difference; nothing that serves uses them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
-from common.engine.batch import ScheduledRequest
+from common.engine.batch import ScheduledRequest, StepOutput
 from common.engine.drafter import Verified
 from common.engine.speculator import MtpSpeculator, Rows
 from common.messages import PrefillRequest
-from common.request import Request, SamplingParams
-from prefill_node.node import PrefillNode
+from common.request import FinishReason, Request, SamplingParams
+from prefill_node.node import Offer, PrefillNode
 
 
 class WrongWaitingSlot(MtpSpeculator):
@@ -60,3 +62,11 @@ class CutPrompt(PrefillNode):
         request.stop_at = None
         request.sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return request
+
+    def _on_step(self, output: StepOutput, offers: list[Offer]) -> None:
+        """What it samples is a guess of a token that is known: nobody is told."""
+        updates = tuple(
+            replace(update, new_tokens=(), finish_reason=update.finish_reason and FinishReason.CUT)
+            for update in output.updates
+        )
+        super()._on_step(replace(output, updates=updates), [replace(offer, first=None) for offer in offers])

@@ -57,7 +57,7 @@ class _Prefill:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class Offer:
     """What a step added to one request's transfer."""
 
     request_id: str
@@ -186,7 +186,7 @@ class PrefillNode:
 
     # ---- from the engine --------------------------------------------------------------------------------
 
-    def _collect(self, engine: Engine, output: StepOutput) -> list[_Offer]:
+    def _collect(self, engine: Engine, output: StepOutput) -> list[Offer]:
         """Engine thread: which blocks each update makes final. Block ids are read before anything moves."""
         sizes = [group.block_size for group in self.runtime.built.layout.groups]
         offers = []
@@ -198,13 +198,13 @@ class PrefillNode:
             token = first_token_of(update)
             rows = None if token else 1  # all of the carry, or the row of the one slot that waits at the cut
             carry = engine.runner.carry_rows(update.request_id, rows) if is_last else None
-            offers.append(_Offer(update.request_id, blocks, end, is_last, carry, token))
+            offers.append(Offer(update.request_id, blocks, end, is_last, carry, token))
             self._offered_upto[update.request_id] = end
             if is_last:
                 del self._offered_upto[update.request_id]
         return offers
 
-    def _on_step(self, output: StepOutput, offers: list[_Offer]) -> None:
+    def _on_step(self, output: StepOutput, offers: list[Offer]) -> None:
         for update, offer in zip(output.updates, offers, strict=True):
             prefill = self._prefills.get(offer.request_id)
             if prefill is None:

@@ -61,7 +61,8 @@ def make_register(node_id: str, role: str = "decode", epoch: str = "") -> Regist
 
 
 class FakeNode:
-    """``tokens`` are what every sequence generates, up to the request's max_tokens."""
+    """``tokens`` are what every sequence generates, up to the request's max_tokens; a prefill that is asked
+    to sample tells the first of them."""
 
     def __init__(self, node_id: str, role: str, tokens: Sequence[int] = (), *, vocab_size: int = 400) -> None:
         self.node_id = node_id
@@ -77,6 +78,7 @@ class FakeNode:
         self.fail_after: int | None = None  # tokens, then Finished(error)
         self.refuse: Refused | None = None  # its request_id is filled in
         self.stop_string: str | None = None  # reported after the last token
+        self.ends_at_first: str | None = None  # a prefill: the reason why its token ends the answer
         self.draining = False
         self.load = NodeLoad(total_blocks=100, free_blocks=100)
         self.received: list[RouterMessage] = []
@@ -171,12 +173,21 @@ class FakeNode:
                 self._running[message.request_id] = asyncio.create_task(self._decode(router_id, message))
             case PrefillRequest():
                 self.client.send(router_id, Accepted(message.request_id))
-                self.client.send(router_id, Finished(message.request_id, "cut"))
+                self._running[message.request_id] = asyncio.create_task(self._prefill(router_id, message))
             case Abort():
                 task = self._running.pop(message.request_id, None)
                 if task is not None:
                     task.cancel()
                     self.client.send(router_id, Finished(message.request_id, "abort"))
+
+    async def _prefill(self, router_id: str, request: PrefillRequest) -> None:
+        if request.sampling is not None:
+            await asyncio.sleep(self.delay_s)
+            self.client.send(router_id, TokenChunk(request.request_id, (self.tokens[0],)))
+            if self.ends_at_first is not None:
+                self.client.send(router_id, Finished(request.request_id, self.ends_at_first, output_tokens=1))
+                await asyncio.Event().wait()  # holds until it is aborted
+        self.client.send(router_id, Finished(request.request_id, "cut"))
 
     async def _decode(self, router_id: str, request: DecodeRequest) -> None:
         self.client.send(router_id, Accepted(request.request_id))
@@ -185,7 +196,8 @@ class FakeNode:
 
     async def _sequence(self, router_id: str, request: DecodeRequest, index: int) -> None:
         wanted = self.tokens[: request.sampling.max_tokens]
-        for start in range(0, len(wanted), self.chunk_size):
+        told = len(request.token_ids) - request.num_prompt_tokens
+        for start in range(told, len(wanted), self.chunk_size):
             if self.hang_after is not None and start >= self.hang_after:
                 await asyncio.Event().wait()
             if self.fail_after is not None and start >= self.fail_after:

@@ -12,6 +12,7 @@ from cli.local_config import ClusterConfig, DefaultModelOptions
 from cli.verification import verify
 from common.config import EngineOptions
 from common.engine.build import build_engine
+from router.config import HANDOFFS
 from tests.hybrids import save_hybrid
 
 WINDOWS = (None, 6, 9, None)  # of the N = 4 modules
@@ -31,13 +32,15 @@ def config_of(folder: Path) -> ClusterConfig:
     )
 
 
-def test_the_pair_is_exact_on_real_nodes(folder: Path) -> None:
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_the_pair_is_exact_on_real_nodes(folder: Path, handoff: str) -> None:
     config = config_of(folder)
     layout = build_engine(config.model, config.engine).layout
     assert [group.block_size for group in layout.groups] == [4, 4, 4, 12]
-    report = asyncio.run(verify(config, 20, 12, 0, "none"))
+    report = asyncio.run(verify(config, 20, 12, 0, "none", handoff))
     assert report.ok, report.describe()
-    assert report.hand_overs == 16  # prompts of fewer than N tokens leave nothing to hand over
+    # With `backoff` prompts of fewer than N tokens leave nothing to hand over.
+    assert report.hand_overs == (16 if handoff == "backoff" else 20)
     assert report.transfer_failures == 0
     assert report.tokens_differing == report.tokens_differing_without_speculation == 0
     assert set(report.draft_kv_max_diff) == {"pair", "aggregated"}

@@ -15,9 +15,10 @@ import pytest
 from common.config import NodeOptions
 from common.engine.batch import RunnerOutput, ScheduledBatch
 from common.engine.engine import Engine
+from common.engine.first_token import decode_first_token
 from common.errors import ConfigError, TransferFailed
 from common.kv_ticket import KVTicket
-from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused
+from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused, TokenChunk
 from common.metrics import ROUTER_METRICS, Metrics
 from common.request import SamplingParams
 from decode_node.config import DecodeConfig
@@ -28,8 +29,8 @@ from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
 from router.node_hub import Leg, NodeHub
 from router.registry import Node
-from tests.fakes import continuation, is_whole
-from tests.fakes_built import fake_built
+from tests.fakes import ROW, continuation, is_whole
+from tests.fakes_built import NUM_MODULES, fake_built
 
 TRANSFER = TransferConfig(transport="tcp")
 WAIT_S = 5.0
@@ -131,8 +132,11 @@ def ticket_on(node: Node, transfer_id: str) -> KVTicket:
     )
 
 
-def prefill_of(node: Node, request_id: str, cut: int = 28) -> PrefillRequest:
-    return PrefillRequest(request_id, list(range(30)), cut, ticket_on(node, f"t-{request_id}"))
+def prefill_of(
+    node: Node, request_id: str, cut: int = 28, sampling: SamplingParams | None = None
+) -> PrefillRequest:
+    ticket = ticket_on(node, f"t-{request_id}")
+    return PrefillRequest(request_id, list(range(30)), cut, ticket, sampling=sampling)
 
 
 def decode_of(node: Node, request_id: str, ticket: KVTicket | None, cut: int, n: int = 1) -> DecodeRequest:
@@ -319,5 +323,82 @@ def test_a_node_that_closes_while_it_receives_fails_nowhere(caplog: pytest.LogCa
         d.receiver.go.set()  # the transfer ends after the engine
         await asyncio.sleep(0.05)
         assert not [record for record in caplog.records if record.exc_info]
+
+    scenario(story)
+
+
+# ---- hand-over `carry`: P samples the first token -------------------------------------------------------
+
+
+def test_a_prefill_that_samples_tells_its_token_and_ships_it() -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p):
+            receiver = KvReceiver(p.sender.pools, p.sender.fingerprint, TRANSFER)
+            message = prefill_of(node, "a", 30, SamplingParams(max_tokens=4, temperature=0.0))
+            leg = hub.open(node, message)
+            chunk = await answer(leg)
+            while isinstance(chunk, Accepted):
+                chunk = await answer(leg)
+            (token,) = continuation(range(30), 1)
+            assert chunk == TokenChunk("a", (token,))
+            result = await receiver.fetch(message.ticket, {0: {0: 1}}, 30)
+            first = decode_first_token(result.extra)
+            assert first is not None
+            assert (first.token_id, list(first.drafts)) == (
+                token,
+                continuation([*range(30), token], NUM_MODULES),
+            )
+            assert len(result.carry) == len(ROW) * (NUM_MODULES - 1)
+            end = await answer(leg)
+            while not isinstance(end, Finished):
+                end = await answer(leg)
+            assert end.reason == "cut"
+            await receiver.close()
+            assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_a_prefill_whose_token_ends_the_answer_ships_nothing_and_ends_with_the_abort() -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p), decode_node() as (other_hub, other, _):
+            onward = other_hub.open(other, decode_of(node, "a", None, 0))
+            message = prefill_of(node, "a", 30, SamplingParams(max_tokens=1, temperature=0.0))
+            with hub.open(node, message, onward=onward) as leg:
+                end = await answer(leg)
+                while not isinstance(end, Finished):
+                    end = await answer(leg)
+                assert (end.reason, end.prompt_tokens, end.output_tokens) == ("length", 30, 1)
+                assert not leg.ended
+                assert p.sender.num_held == 1
+            await eventually(lambda: p.sender.num_held == 0)  # leaving the leg has aborted it
+            await eventually(p._is_idle)
+            assert await p.runtime.call(is_whole)
+            onward.__exit__(None, None, None)
+
+    scenario(story)
+
+
+@pytest.mark.parametrize(("cut", "sampling"), [(30, None), (28, SamplingParams())])
+def test_a_prefill_needs_sampling_parameters_exactly_for_a_whole_prompt(
+    cut: int, sampling: SamplingParams | None
+) -> None:
+    async def story() -> None:
+        async with prefill_node() as (hub, node, p):
+            refused = await answer(hub.open(node, prefill_of(node, "a", cut, sampling)))
+            assert isinstance(refused, Refused)
+            assert f"cut {cut} is none of a prompt of 30 tokens with" in refused.reason
+            assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_several_sequences_do_not_share_one_first_token() -> None:
+    async def story() -> None:
+        async with decode_node() as (hub, node, _):
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            refused = await answer(hub.open(node, decode_of(node, "a", ticket, 30, n=2)))
+            assert isinstance(refused, Refused)
+            assert "2 sequences cannot share the first token" in refused.reason
 
     scenario(story)

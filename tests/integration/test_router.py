@@ -48,17 +48,17 @@ class Cluster:
         self.router = router
         self.client = client
         self.address = f"tcp://127.0.0.1:{router.control_port}"
-        self._nodes: list[FakeNode] = []
+        self.nodes: list[FakeNode] = []
 
     async def join(self, *nodes: FakeNode) -> None:
         for node in nodes:
             await node.start(self.address)
-            self._nodes.append(node)
+            self.nodes.append(node)
         await eventually(lambda: all(n.node_id in self.router.hub.nodes for n in nodes))
         await eventually(lambda: all(self.router.index.is_trusted(n.node_id) for n in nodes))
 
     async def kill(self, node: FakeNode, *, goodbye: bool = False) -> None:
-        self._nodes.remove(node)
+        self.nodes.remove(node)
         await node.stop(goodbye=goodbye)
 
     async def complete(self, status: int = 200, **fields: Any) -> Json:
@@ -85,7 +85,7 @@ class Cluster:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     async def close(self) -> None:
-        for node in self._nodes:
+        for node in self.nodes:
             await node.stop()
         await self.router.close()
 
@@ -97,12 +97,14 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> N
 
 
 @contextlib.asynccontextmanager
-async def cluster(timeouts: Timeouts = FAST, limits: Limits | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    timeouts: Timeouts = FAST, limits: Limits | None = None, handoff: str = "backoff"
+) -> AsyncIterator[Cluster]:
     config = RouterConfig(
         listen=ListenOptions(port=0, control_port=0, metrics_compat=True),
         timeouts=timeouts,
         limits=limits or Limits(),
-        policy=PolicyOptions(min_remote_prefill_tokens=8),
+        policy=PolicyOptions(handoff=handoff, min_remote_prefill_tokens=8),
     )
     router = Router(config, TOKENIZER, ServedModel("fake", (), "digest"))
     await router.start()

@@ -25,14 +25,16 @@ def run(*words: str) -> tuple[int, dict[str, Any]]:
     return ended.returncode, report
 
 
-def test_pair_and_aggregated_agree() -> None:
-    code, report = run("verify", "--prompts=20")
+@pytest.mark.parametrize("handoff", ["backoff", "carry"])
+def test_pair_and_aggregated_agree(handoff: str) -> None:
+    code, report = run("verify", "--prompts=20", f"--handoff={handoff}")
     assert report["ok"] is True
     assert code == 0
     assert report["num_modules"] == 4
     assert report["prompts"] == 20
     assert report["tokens"] == 20 * 24
-    assert report["hand_overs"] == 20 - 3  # prompts of 1..N-1 tokens leave nothing to hand over
+    # With `backoff` prompts of 1..N-1 tokens leave nothing to hand over.
+    assert report["hand_overs"] == (20 - 3 if handoff == "backoff" else 20)
     assert report["transferred_bytes"] > 0
     assert min(report["prefix_hits"].values()) > 0
     assert report["drafts"] > report["tokens"]
@@ -42,9 +44,12 @@ def test_pair_and_aggregated_agree() -> None:
     assert max(report["draft_kv_max_diff"].values()) < MAX_DIFF
 
 
-@pytest.mark.parametrize("control", ["carry", "lookahead"])
-def test_a_broken_rule_is_found(control: str) -> None:
-    code, report = run("verify", "--prompts=8", "--output-len=12", f"--negative-control={control}")
+@pytest.mark.parametrize(
+    ("control", "handoff"), [("carry", "backoff"), ("lookahead", "backoff"), ("carry", "carry")]
+)
+def test_a_broken_rule_is_found(control: str, handoff: str) -> None:
+    words = (f"--negative-control={control}", f"--handoff={handoff}")
+    code, report = run("verify", "--prompts=8", "--output-len=12", *words)
     assert code == 1
     assert report["ok"] is False
     assert report["negative_control"] == control
@@ -59,8 +64,10 @@ def test_arms_in_one_run() -> None:
     assert code == 0
     assert result["pair_accepts_as_aggregated"] is True
     assert result["same_tokens"] is True
-    names = ["no speculation", "MTP, aggregated", "MTP, pair", "MTP, pair, prompt cut on P, no carry"]
-    assert list(result["arms"]) == names
+    assert list(result["arms"]) == [
+        "no speculation", "MTP, aggregated", "MTP, pair", "MTP, pair, handoff carry",
+        "MTP, pair, prompt cut on P, no carry",
+    ]  # fmt: skip
     for name, arm in result["arms"].items():
         assert arm["output_tokens"] == 2 * 24
         assert arm["tokens_per_s"] > 0

@@ -80,3 +80,17 @@ def test_the_prefill_node_is_chosen_by_prefix_and_load() -> None:
     best = placed(100, prefill=choices).prefill
     assert best is not None
     assert best.node_id == "holds"
+
+
+def test_carry_leaves_nothing_of_the_prompt_to_the_decode_node() -> None:
+    p, d = Candidate("p", 0), Candidate("d", 0)
+
+    def placed(length: int, candidate: Candidate = d, *, carry: bool = True) -> Placement:
+        return place(length, 4, candidate, [p], busy_tolerance=4, min_remote_prefill_tokens=2, carry=carry)
+
+    assert placed(100) == Placement(d, p, 100)
+    assert placed(100, carry=False) == Placement(d, p, 97)
+    assert placed(3) == Placement(d, p, 3)  # too short for `backoff`
+    assert placed(3, carry=False) == Placement(d, None, 0)
+    warm = Candidate("d", 0, cached_tokens=99)
+    assert placed(100, warm) == Placement(warm, None, 0)
