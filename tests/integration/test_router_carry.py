@@ -41,6 +41,7 @@ def test_token_l_counts_once_and_comes_with_the_sampling_parameters() -> None:
         told = await ask(c, seed=7, stop=["unheard of"])
         assert (told["text"], told["reason"]) == (ANSWER, "length")
         assert told["usage"]["completion_tokens"] == len(TOKENS)
+        await eventually(lambda: len(p.prefills()) == 1)
         (request,), (prefill,) = d.requests(), p.prefills()
         assert request.cut == prefill.cut == len(LONG_PROMPT)
         assert prefill.sampling == request.sampling
@@ -96,6 +97,7 @@ def test_the_client_has_token_l_before_d_says_anything_and_another_d_goes_on_fro
         (request,) = other.requests()
         assert request.token_ids == [*LONG_PROMPT, TOKENS[0]]
         assert request.num_prompt_tokens == len(LONG_PROMPT)
+        await eventually(lambda: len(p.prefills()) == 2)  # D may have answered before P read its part
         assert [prefill.sampling is None for prefill in p.prefills()] == [False, True]
 
     scenario(story, handoff="carry")
