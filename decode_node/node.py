@@ -56,6 +56,7 @@ class _Decode:
     router_id: str
     request_id: str
     num_sequences: int
+    num_tokens: int = 0  # as asked for: the prompt, and what the client has already
     fetch: asyncio.Task[None] | None = None
     transferred_tokens: int = 0
     transferred_bytes: int = 0
@@ -136,7 +137,8 @@ class DecodeNode:
             arrival_time_s=asyncio.get_running_loop().time(),
             num_prompt_tokens=message.num_prompt_tokens or len(message.token_ids),
         )
-        self._decodes[message.request_id] = _Decode(router_id, message.request_id, message.n)
+        num_tokens = len(message.token_ids)
+        self._decodes[message.request_id] = _Decode(router_id, message.request_id, message.n, num_tokens)
         deadline_s = asyncio.get_running_loop().time() + self._admission_timeout_s
         self._admission.add(Applicant(router_id, message, request, deadline_s))
 
@@ -233,8 +235,21 @@ class DecodeNode:
         self.transports_used.add(result.transport)
         decode.transferred_bytes = result.num_bytes
         decode.transferred_tokens = cut - cached
-        carry, first = result.carry or None, decode_first_token(result.extra)
+        carry, first = self._rows_of(decode, result.carry, cut), decode_first_token(result.extra)
         await self.runtime.tell(lambda engine: engine.kv_arrived(request_id, cut, carry, first))
+
+    def _rows_of(self, decode: _Decode, carry: bytes, cut: int) -> bytes | None:
+        """The carry; None where it does not hold the rows of this hand-over: D then starts earlier."""
+        built = self.runtime.built
+        most = max(0, built.num_modules - 1)
+        count = min(most, cut if cut == decode.num_tokens else 1)
+        if len(carry) != count * built.carry_row_bytes:
+            logger.warning(
+                "request %s: its carry has %d bytes instead of %d rows of %d; it starts a few tokens earlier",
+                decode.request_id, len(carry), count, built.carry_row_bytes,
+            )  # fmt: skip
+            return None
+        return carry or None
 
     def _count_transfer(self, *, num_failures: int = 0, num_bytes: int = 0) -> None:
         ended, failed, received = self._transfers

@@ -22,7 +22,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.request import Request, SamplingParams
 
 VOCAB = 50
-ROW = b"row"  # a carry row's stand-in
+ROW = b"rows"  # a carry row's stand-in: one float32
 
 DraftRule = Callable[[str, int, int], int]
 """(request id, position, the token that will come there) -> the draft."""

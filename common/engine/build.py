@@ -14,7 +14,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.rules import SchedulerConfig
 from common.engine.scheduler import Scheduler
 from common.engine.stopping import StopChecker
-from common.kv_cache.layout import KVLayout, build_layout
+from common.kv_cache.layout import DTYPE_BYTES, KVLayout, build_layout
 from common.kv_cache.manager import KVCacheManager, pool_sizes
 from common.kv_cache.storage import KVStorage
 from common.model.mtp import MtpModules
@@ -41,6 +41,11 @@ class BuiltEngine:
     @property
     def layout(self) -> KVLayout:
         return self.storage.layout
+
+    @property
+    def carry_row_bytes(self) -> int:
+        """One hidden row of the trunk, as a hand-over ships it."""
+        return self.trunk.config.hidden_size * DTYPE_BYTES[self.layout.kv_groups[0].dtype]
 
     @property
     def max_model_len(self) -> int:

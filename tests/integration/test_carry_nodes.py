@@ -119,8 +119,8 @@ def test_a_stop_string_that_is_complete_with_token_l(folder: Path) -> None:
 
 
 class Breaking(KvReceiver):
-    """Fetches, and then every second transfer turns out to have failed; of the others the rows, or token L
-    with them, are lost."""
+    """Fetches, and then every second transfer turns out to have failed; of the others a row is missing, or
+    all rows and token L."""
 
     def __init__(self, like: KvReceiver) -> None:
         super().__init__(like.pools, like.fingerprint, like.config, transports=like.transports)
@@ -137,8 +137,8 @@ class Breaking(KvReceiver):
         self.count += 1
         if self.count % 2:
             raise TransferFailed("scripted", final_upto=cut // 2)
-        extra = result.extra if self.count % 4 else b"?"
-        return FetchResult(b"", extra, result.num_bytes, 0.0, 0.0, result.transport)
+        carry, extra = (result.carry[4:], result.extra) if self.count % 4 else (b"", b"?")
+        return FetchResult(carry, extra, result.num_bytes, 0.0, 0.0, result.transport)
 
 
 def test_broken_transfers_and_lost_rows_change_no_token(folder: Path) -> None:

@@ -78,6 +78,24 @@ def test_d_starts_at_l_with_the_rows_and_at_l_minus_n_plus_1_without() -> None:
         drain(decode[0])
 
 
+@pytest.mark.parametrize("ship_carry", [True, False])
+def test_d_registers_what_it_received_when_it_is_final_here(ship_carry: bool) -> None:
+    n, length = 4, 24
+    m = model(n, None)
+    prefill, decode = m.engine(), m.engine()
+    request = make_request(random_prompt(length, 7), 6)
+    hand_over(prefill, decode, request, n, handoff="carry", ship_carry=ship_carry)
+    (pool,) = decode[0].scheduler.kv.pools
+    assert not pool.registered()
+    assert not decode[0].take_events()
+    (told, update) = decode[0].step().updates  # token L, then what the step brought
+    assert told.new_tokens == truth(None, tuple(request.token_ids[:length]), 1)
+    assert (told.offset, update.offset) == (0, 1)
+    assert len(pool.registered()) == update.final_upto // 4 >= (length + 1 + 1 - n) // 4
+    assert update.final_upto == request.num_tokens - n
+    drain(decode[0])
+
+
 def test_without_token_l_d_computes_it_from_the_same_blocks() -> None:
     """P's last word cannot be read: D starts at L-N and samples token L itself."""
     n, length = 4, 21
