@@ -69,4 +69,6 @@ class CutPrompt(PrefillNode):
             replace(update, new_tokens=(), finish_reason=update.finish_reason and FinishReason.CUT)
             for update in output.updates
         )
-        super()._on_step(replace(output, updates=updates), [replace(offer, first=None) for offer in offers])
+        row_bytes = self.runtime.built.carry_row_bytes
+        offers = [replace(o, first=None, carry=o.carry and o.carry[-row_bytes:]) for o in offers]
+        super()._on_step(replace(output, updates=updates), offers)
