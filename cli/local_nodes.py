@@ -14,11 +14,12 @@ LOCAL_DRAIN_TIMEOUT_S = 1.0
 
 
 class EngineFactory:
-    """Loads the model once; ``make`` gives engines with caches of their own."""
+    """Loads the model once (or is given one engine over it); ``make`` gives engines with caches of their
+    own."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, built: BuiltEngine | None = None) -> None:
         self.config = config
-        self._first: BuiltEngine | None = build_engine(config.model, config.engine)
+        self._first: BuiltEngine | None = built or build_engine(config.model, config.engine)
         self._loaded = self._first
 
     def make(self, options: EngineOptions | None = None, *, speculation: bool = True) -> BuiltEngine:

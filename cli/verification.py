@@ -10,7 +10,6 @@ from tqdm import tqdm
 from cli.check_prompts import check_prompts
 from cli.controls import FalseLookahead, NoFallback, WrongWaitingSlot
 from cli.local_cluster import Generation, LocalCluster
-from cli.local_config import ClusterConfig
 from cli.local_nodes import EngineFactory, decode_node, prefill_node
 from cli.near_ties import NEAR_TIE, draft_gap, token_gap
 from cli.recording import Inspector
@@ -45,12 +44,19 @@ class Report:
     prefix_hits: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
     transferred_bytes: int = 0
     transfer_failures: int = 0
+    schedules: dict[str, int] = field(default_factory=dict)  # what random schedules came through, counted
+    schedule_problems: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         differing = self.tokens_differing + self.tokens_differing_without_speculation + self.drafts_differing
         worst = max(self.draft_kv_max_diff.values(), default=0.0)
-        return differing == 0 and worst < MAX_DRAFT_KV_DIFF and self.transfer_failures == 0
+        return (
+            differing == 0
+            and worst < MAX_DRAFT_KV_DIFF
+            and self.transfer_failures == 0
+            and not self.schedule_problems
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {"ok": self.ok, **vars(self)}
@@ -70,13 +76,20 @@ class Report:
                 f"drafts: {self.drafts} compared, {self.drafts_differing} differ",
                 f"near-ties (not counted): {self.near_ties}",
                 f"draft KV, largest difference: {diffs} (limit {MAX_DRAFT_KV_DIFF:.0e})",
+                *self._describe_schedules(),
                 "PASS" if self.ok else "FAIL",
             ]
         )
 
+    def _describe_schedules(self) -> list[str]:
+        if not self.schedules:
+            return []
+        counts = ", ".join(f"{name}: {count}" for name, count in sorted(self.schedules.items()))
+        return [f"random schedules: {counts}", *self.schedule_problems]
+
 
 async def verify(
-    config: ClusterConfig,
+    factory: EngineFactory,
     num_prompts: int,
     output_len: int,
     seed: int,
@@ -84,7 +97,7 @@ async def verify(
     handoff: str = "backoff",
 ) -> Report:
     """Runs everything. Raises BatonError for a model or configuration that cannot be used."""
-    factory = EngineFactory(config)
+    config = factory.config
     engines = {name: factory.make() for name in ("aggregated", "prefill", "decode")}
     engines["plain"] = factory.make(speculation=False)
     oracle = engines["aggregated"]

@@ -24,6 +24,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=positive_int, default=24, help="tokens of each answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
     add(
+        "--random-model",
+        action="store_true",
+        help="instead of a model: random hybrids (window, convolution, delta net, full), N = 1, 2, 4, 8",
+    )
+    add(
+        "--schedules",
+        type=positive_int,
+        default=0,
+        metavar="K",
+        help="also run K random schedules: chunks, budgets, preemptions, hits, accept patterns, hand-overs; "
+        "half of them on one engine (default: none)",
+    )
+    add(
         "--negative-control",
         choices=CONTROLS,
         default="none",
@@ -36,13 +49,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from cli.local_nodes import EngineFactory
+    from cli.random_engines import SIZES, random_factory
     from cli.verification import verify
+    from cli.verify_schedules import check_dtype, run_random_schedules
     from common.log import setup_logging
 
     config = config_from(args, ClusterConfig)
     setup_logging(config.log, process="verify")
-    report = asyncio.run(
-        verify(config, args.prompts, args.output_len, args.seed, args.negative_control, args.handoff)
+    factories = (
+        (random_factory(config, n) for n in SIZES) if args.random_model else iter([EngineFactory(config)])
     )
-    print(json.dumps(report.as_json(), indent=2) if args.json else report.describe())
-    return 0 if report.ok else 1
+    reports = []
+    for factory in factories:
+        if args.schedules:
+            check_dtype(factory.config)
+        report = asyncio.run(
+            verify(factory, args.prompts, args.output_len, args.seed, args.negative_control, args.handoff)
+        )
+        if args.schedules:
+            run_random_schedules(factory, args.schedules, args.seed, report)
+        if not args.json:
+            print(report.describe(), flush=True)
+        reports.append(report)
+    ok = all(report.ok for report in reports)
+    if args.json:
+        told = [report.as_json() for report in reports]
+        print(json.dumps({"ok": ok, "models": told} if args.random_model else told[0], indent=2))
+    return 0 if ok else 1

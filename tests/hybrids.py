@@ -7,14 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from common.engine.batch import ScheduledRequest
 from common.engine.draft_kv_oracle import draft_kv_max_diff
-from common.engine.drafter import Drafts
 from common.engine.engine import Engine
-from common.engine.model_runner import ModelRunner
-from common.engine.speculator import MtpSpeculator, Rows
 from common.engine.state_oracle import state_max_diff
 from common.kv_cache.storage import KVStorage
 from common.model.mtp import MtpConfig, MtpModules
@@ -59,13 +54,8 @@ class HybridModel:
         return known[:count]
 
     def engine(self, script: "Script | None" = None, **options: int | bool) -> Pair:
-        engine, storage = make_engine(self.trunk, self.modules, **options)  # type: ignore[arg-type]
-        if script is not None and self.modules is not None:
-            assert isinstance(engine.runner, ModelRunner)
-            speculator = ScriptedSpeculator(self.modules, self.num_modules, storage)
-            speculator.script = script
-            engine.runner.speculator = speculator
-        return engine, storage
+        choose = None if script is None else script.choose
+        return make_engine(self.trunk, self.modules, choose=choose, **options)  # type: ignore[arg-type]
 
     def worst(self, pair: Pair, request: Request) -> float:
         """Largest difference of draft KV and states of a request that owns its blocks."""
@@ -92,30 +82,12 @@ class Script:
         prompt = request.token_ids[: request.num_prompt_tokens]
         self.tokens[request.request_id] = [*prompt, *model.truth(prompt, count)]
 
-
-class ScriptedSpeculator(MtpSpeculator):
-    """The modules run as always, but the drafts they propose and read are the script's."""
-
-    script: Script
-
-    def draw(
-        self,
-        m: int,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[Rows],
-        drafting: Sequence[int],
-        logits: Tensor,
-        drafts: list[Drafts],
-    ) -> None:
-        super().draw(m, entries, rows, drafting, logits, drafts)
-        for i in drafting:
-            tokens = self.script.tokens.get(entries[i].request_id)
-            position = rows[i].last_known + m + 1
-            if tokens is None or position >= len(tokens):
-                continue
-            token = tokens[position] if self.script.right(position) else (tokens[position] + 1) % VOCAB
-            drafts[i].ids[-1] = token
-            rows[i].next_ids[position - rows[i].first - 1] = token
+    def choose(self, request_id: str, position: int, token: int) -> int:
+        """What the drafter proposes and reads instead of its own ``token``."""
+        tokens = self.tokens.get(request_id)
+        if tokens is None or position >= len(tokens):
+            return token
+        return tokens[position] if self.right(position) else (tokens[position] + 1) % VOCAB
 
 
 def at_rate(rate: float, seed: int) -> Rule:

@@ -121,7 +121,7 @@ def assemble(
     def stop_checker(request: Request) -> StopChecker:
         return StopChecker(request, tokenizer.eos_token_ids, tokenizer.detokenizer)
 
-    drafter = method.make(modules, storage, config.vocab_size)
+    drafter = method.make(modules, storage, config.vocab_size, None)
     runner = ModelRunner(trunk, storage, drafter, tokenizer.eos_token_ids)
     fingerprint = {
         "model": files.name,

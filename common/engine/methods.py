@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config import EngineOptions
-from common.engine.drafter import Drafter
+from common.engine.drafter import Choice, Drafter
 from common.engine.ngram_drafter import NgramDrafter
 from common.engine.recursive_speculator import RecursiveSpeculator
 from common.engine.speculation import (
@@ -24,11 +24,12 @@ DEFAULT_NGRAM_DRAFTS = 4
 
 @dataclass(frozen=True)
 class Method:
-    """``num_modules``: modules that have KV here; ``make(modules, storage, vocab_size)``: the drafter."""
+    """``num_modules``: modules that have KV here. ``make(modules, storage, vocab_size, choose)`` gives the
+    drafter; ``choose`` is None unless its tokens are to be replaced."""
 
     num_modules: int
     speculation: Speculation
-    make: Callable[[MtpModules | None, KVStorage, int], Drafter | None]
+    make: Callable[[MtpModules | None, KVStorage, int, Choice | None], Drafter | None]
 
 
 def choose_method(modules: MtpModules | None, options: EngineOptions) -> Method:
@@ -52,11 +53,13 @@ def choose_method(modules: MtpModules | None, options: EngineOptions) -> Method:
 def multi_method(count: int) -> Method:
     """``count`` modules, one draft each; none for 0."""
     if count == 0:
-        return Method(0, NO_SPECULATION, lambda modules, storage, vocab_size: None)
+        return Method(0, NO_SPECULATION, lambda modules, storage, vocab_size, choose: None)
 
-    def make(modules: MtpModules | None, storage: KVStorage, vocab_size: int) -> Drafter:
+    def make(
+        modules: MtpModules | None, storage: KVStorage, vocab_size: int, choose: Choice | None
+    ) -> Drafter:
         assert modules is not None
-        return MtpSpeculator(modules, count, storage)
+        return MtpSpeculator(modules, count, storage, choose)
 
     return Method(count, multi_module(count), make)
 
@@ -64,16 +67,20 @@ def multi_method(count: int) -> Method:
 def recursive_method(count: int) -> Method:
     """Module 0, applied ``count`` times."""
 
-    def make(modules: MtpModules | None, storage: KVStorage, vocab_size: int) -> Drafter:
+    def make(
+        modules: MtpModules | None, storage: KVStorage, vocab_size: int, choose: Choice | None
+    ) -> Drafter:
         assert modules is not None
-        return RecursiveSpeculator(modules, count, storage)
+        return RecursiveSpeculator(modules, count, storage, choose)
 
     return Method(1, recursive_module(count), make)
 
 
 def ngram_method(count: int) -> Method:
     """Up to ``count`` tokens that followed the same n-gram before."""
-    return Method(0, lookup(count), lambda modules, storage, vocab_size: NgramDrafter(count, vocab_size))
+    return Method(
+        0, lookup(count), lambda modules, storage, vocab_size, choose: NgramDrafter(count, vocab_size, choose)
+    )
 
 
 def check_dropped_block(block_size: int, speculation: Speculation) -> None:

@@ -306,6 +306,8 @@ class KVCacheManager:
                 if table[i] != NULL_BLOCK and pool.register(table[i], hashes[(i + 1) * ratio - 1]):
                     fresh.append(i)
                     if self.num_unhashed:
+                        end = (i + 1) * group.block_size + self.num_unhashed
+                        assert end <= request.num_tokens, f"block {i} of {request!r} is not final"
                         self._followed_by[g][table[i]] = self._following(request, g, i)
             request.num_registered[g] = upto
             if fresh:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.local_config import ClusterConfig, DefaultModelOptions
+from cli.local_nodes import EngineFactory
 from cli.verification import verify
 from common.config import EngineOptions
 from common.engine.build import build_engine
@@ -37,7 +38,7 @@ def test_the_pair_is_exact_on_real_nodes(folder: Path, handoff: str) -> None:
     config = config_of(folder)
     layout = build_engine(config.model, config.engine).layout
     assert [group.block_size for group in layout.groups] == [4, 4, 4, 12]
-    report = asyncio.run(verify(config, 20, 12, 0, "none", handoff))
+    report = asyncio.run(verify(EngineFactory(config), 20, 12, 0, "none", handoff))
     assert report.ok, report.describe()
     # With `backoff` prompts of fewer than N tokens leave nothing to hand over.
     assert report.hand_overs == (16 if handoff == "backoff" else 20)
@@ -49,7 +50,7 @@ def test_the_pair_is_exact_on_real_nodes(folder: Path, handoff: str) -> None:
 
 
 def test_a_wrong_lookahead_is_seen_on_a_hybrid(folder: Path) -> None:
-    report = asyncio.run(verify(config_of(folder), 9, 8, 0, "lookahead"))
+    report = asyncio.run(verify(EngineFactory(config_of(folder)), 9, 8, 0, "lookahead"))
     assert not report.ok
     assert report.tokens_differing == 0
     assert report.draft_kv_max_diff["pair"] > 1e-2 > report.draft_kv_max_diff["aggregated"]

@@ -142,66 +142,6 @@ def test_every_prompt_length_alone(n: int, window: int | None) -> None:
         check_held(m, pair, [request], window)
 
 
-@pytest.mark.parametrize(("n", "window"), CASES)
-def test_schedules_chunks_batches_hits_and_preemptions(n: int, window: int | None) -> None:
-    for seed in range(2):
-        run_schedule(n, window, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "window"), CASES)
-def test_many_schedules(n: int, window: int | None) -> None:
-    for seed in range(100, 160):
-        run_schedule(n, window, seed)
-
-
-def run_schedule(n: int, window: int | None, seed: int) -> int:
-    """Random prompts with shared beginnings, chunk budgets and pools; returns the number of preemptions."""
-    m, rng = model(n, window), random.Random(1000 * n + seed)
-    block_size = rng.choice((1, 4, 5))
-    longest = 4 * n + 3 + 8
-    small = -(-(longest + n + 26) // block_size)
-    pair = m.engine(
-        block_size=block_size,
-        num_blocks=rng.choice((small, small + small // 2, 3 * small)) + 1,
-        budget=rng.choice((n + 1, n + 4, 24, 64)),
-        threshold=rng.choice((0, n + 1)),
-        max_num_seqs=rng.choice((2, 4, 4)),
-    )
-    engine, storage = pair
-    base = random_prompt(longest, seed % 2)
-    requests: list[Request] = []
-    preemptions = 0
-    for i in range(6):
-        tokens = base[: rng.choice([*lengths(n, block_size), longest])]
-        tokens = tokens + random_prompt(rng.choice((0, 1, n)), 50 + i) if rng.random() < 0.5 else tokens
-        if requests and rng.random() < 0.4:  # a further turn: hits on outputs, its own or another's
-            tokens = rng.choice(requests).token_ids[:longest]
-        request = make_request(tokens, rng.choice((1, 8, 26, 26)), hold_blocks=rng.random() < 0.2)
-        requests.append(request)
-        engine.add(request)
-        for _ in range(rng.choice((0, 0, 1, 3, 30))):
-            if engine.has_work:
-                step_and_check(m, pair, requests)
-        if request.state is RequestState.HELD:
-            engine.release(request.request_id)
-    for _ in range(2000):
-        for request in requests:
-            if request.state is RequestState.HELD:
-                assert m.kv_diff(engine, storage, request) < LIMIT
-                engine.release(request.request_id)
-        if not engine.has_work:
-            break
-        step_and_check(m, pair, requests)
-    for request in requests:
-        assert request.state is RequestState.FINISHED
-        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
-        count = request.sampling.max_tokens
-        assert tuple(request.token_ids[len(prompt) :]) == truth(window, prompt, count)[:count]
-        preemptions += request.num_preemptions
-    return preemptions
-
-
 def step_and_check(m: Model, pair: Pair, requests: Sequence[Request]) -> None:
     """One step; afterwards the draft KV of everything that runs is exact, not only at the end."""
     engine, storage = pair
@@ -210,19 +150,6 @@ def step_and_check(m: Model, pair: Pair, requests: Sequence[Request]) -> None:
     for request in requests:
         if request.state is RequestState.RUNNING:
             assert m.kv_diff(engine, storage, request) < LIMIT, request
-
-
-def test_the_schedules_reach_preemption_hits_and_mixed_drafts() -> None:
-    assert sum(run_schedule(2, 6, seed) for seed in range(3)) > 0
-    m = model(4, None)
-    engine, _ = m.engine()
-    for i in range(6):
-        engine.add(make_request(random_prompt(20, i), 24))
-    drain(engine)
-    stats = engine.stats
-    assert stats.num_accepted > 20
-    assert stats.num_draft_tokens - stats.num_accepted > 20
-    assert all(0 < a < v for a, v in zip(stats.accepted_per_pos, stats.verified_per_pos, strict=True))
 
 
 # ---- the pair -------------------------------------------------------------------------------------------

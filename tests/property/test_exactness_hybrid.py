@@ -1,8 +1,8 @@
 """Hybrid models (window, short convolution, gated delta net, full attention) are exact, whatever happens.
 
-Random schedules of chunks, budgets, preemptions, hits (own and foreign), accept patterns and hand-overs.
-Every request is compared, just before its blocks go, with one dense pass: its tokens, the draft KV, the
-running state and all state checkpoints. The controls break one rule each and must be seen.
+Named cases; the random ones are in `test_schedules`. Every request is compared, just before its blocks go,
+with one dense pass: its tokens, the draft KV, the running state and all state checkpoints. The controls break
+one rule each and must be seen.
 """
 
 import random
@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cli.random_models import Weights
+from cli.schedule_run import run_schedules
+from cli.schedule_texts import Texts
 from common.engine.state_plan import PagedRecurrence
-from common.errors import CapacityError
 from common.kv_cache.state_group import StateGroupSpec
 from common.request import Request, RequestState
 from tests.builders import HYBRID_LAYERS, drain, make_request, random_prompt
@@ -66,42 +68,6 @@ class Watched:
         return not self.engine.scheduler.requests and all(p.num_free == p.num_blocks - 1 for p in pools)
 
 
-def options_of(rng: random.Random, n: int, longest: int) -> dict[str, int]:
-    block_size = rng.choice((1, 4, 5))
-    small = -(-(longest + n + 26) // block_size)
-    return {
-        "block_size": block_size,
-        "state_block_size": block_size * rng.choice((1, 2, 3)),
-        "num_blocks": rng.choice((small, small + 2, small + small // 2, 3 * small)) + 1,
-        "budget": rng.choice((n + 1, n + 4, 24, 64)),
-        "threshold": rng.choice((0, n + 1)),
-        "max_num_seqs": rng.choice((2, 4, 6)),
-    }
-
-
-def run_schedule(n: int, seed: int, layers: tuple[str, ...] = HYBRID_LAYERS) -> Watched:
-    """Prompts with shared beginnings on one node; returns it with its counters."""
-    m, rng = hybrid_model(n, layers), random.Random(1000 * n + seed)
-    longest = 4 * n + 3 + 8
-    options = options_of(rng, n, longest)
-    node = Watched(m, rng.choice((0.0, 0.5, 0.8, 1.0)), seed, **options)
-    base, requests = random_prompt(longest, seed % 2), list[Request]()
-    for i in range(6):
-        tokens = base[: rng.choice([*lengths(n, options["state_block_size"]), longest])][:longest]
-        tokens = tokens + random_prompt(rng.choice((0, 1, n)), 50 + i) if rng.random() < 0.5 else tokens
-        if requests and rng.random() < 0.4:  # a further turn: hits on outputs, its own or another's
-            tokens = rng.choice(requests).token_ids[:longest]
-        request = make_request(tokens, rng.choice((1, 8, 26, 26)), hold_blocks=rng.random() < 0.2)
-        requests.append(request)
-        node.script.follow(m, request)
-        node.engine.add(request)
-        for _ in range(rng.choice((0, 0, 1, 3, 30))):
-            if node.engine.has_work:
-                node.step(rng)
-    end(node, requests, rng)
-    return node
-
-
 def end(node: Watched, requests: Sequence[Request], rng: random.Random) -> None:
     for _ in range(2000):
         for request in requests:
@@ -113,20 +79,6 @@ def end(node: Watched, requests: Sequence[Request], rng: random.Random) -> None:
     assert all(r.state is RequestState.FINISHED for r in requests)
     assert node.whole()
     assert {id(r) for r in requests} <= {id(r) for r in node.finished}
-
-
-@pytest.mark.parametrize("n", MODULES)
-def test_schedules_chunks_batches_hits_and_preemptions(n: int) -> None:
-    for seed in range(2):
-        run_schedule(n, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", MODULES)
-def test_many_schedules(n: int) -> None:
-    for seed in range(100, 160):
-        run_schedule(n, seed)
-        run_pair(n, seed)
 
 
 @pytest.mark.parametrize(
@@ -141,57 +93,14 @@ def test_many_schedules(n: int) -> None:
 def test_other_mixtures_of_layers(layers: tuple[str, ...]) -> None:
     """One kind alone; full attention and two windows; windows without any full attention."""
     for n in (0, 2):
-        run_schedule(n, 5, layers)
-        run_pair(n, 5, layers)
-
-
-def test_the_schedules_reach_preemption_hits_and_mixed_drafts() -> None:
-    nodes = [run_schedule(2, seed) for seed in range(10, 22)]
-    requests = [request for node in nodes for request in node.finished]
-    assert sum(r.num_preemptions for r in requests) > 3
-    assert sum(r.num_cached_tokens > 0 for r in requests) > 10
-    stats = [node.engine.stats for node in nodes]
-    assert sum(s.num_accepted for s in stats) > 100
-    assert sum(s.num_draft_tokens - s.num_accepted for s in stats) > 100
+        m = hybrid_model(n, layers)
+        weights = Weights(" ".join(layers), m.trunk, m.modules, n)
+        for pair in (False, True):
+            outcome = run_schedules(weights, Texts(m.trunk), range(3), pair=pair)
+            assert not outcome.problems
 
 
 # ---- the pair -------------------------------------------------------------------------------------------
-
-
-def run_pair(n: int, seed: int, layers: tuple[str, ...] = HYBRID_LAYERS) -> Watched:
-    """Prompts handed over while others run: with the row and without, whole transfers and broken ones."""
-    m, rng = hybrid_model(n, layers), random.Random(2000 * n + seed)
-    longest = 4 * n + 3 + 8
-    options = options_of(rng, n, longest)
-    shape = {name: options[name] for name in ("block_size", "state_block_size")}
-    prefill = Watched(m, 1.0, seed, **shape, budget=rng.choice((n + 1, n + 5, 64)))
-    decode = Watched(m, rng.choice((0.0, 0.5, 0.8, 1.0)), seed, **options)
-    base, requests = random_prompt(longest, seed % 2), list[Request]()
-    for i in range(5):
-        tokens = base[: rng.choice([*lengths(n, options["state_block_size"]), longest])][:longest]
-        tokens = tokens + random_prompt(rng.choice((0, 1, n)), 50 + i) if rng.random() < 0.3 else tokens
-        if requests and rng.random() < 0.3:
-            tokens = rng.choice(requests).token_ids[:longest]
-        request = make_request(tokens, rng.choice((1, 8, 26)), hold_blocks=rng.random() < 0.2)
-        requests.append(request)
-        decode.script.follow(m, request)
-        broken = rng.randint(0, len(tokens)) if rng.random() < 0.2 else None
-        try:
-            hand_over(prefill.pair, decode.pair, request, n, ship_carry=rng.random() < 0.7, broken_at=broken)
-        except CapacityError:
-            decode.engine.add(request)
-        for _ in range(rng.choice((0, 1, 3, 30))):
-            if decode.engine.has_work:
-                decode.step(rng)
-    end(decode, requests, rng)
-    assert prefill.whole()
-    return decode
-
-
-@pytest.mark.parametrize("n", MODULES)
-def test_pair_under_schedules(n: int) -> None:
-    for seed in range(2):
-        run_pair(n, seed)
 
 
 @pytest.mark.parametrize("ship_carry", [True, False])
