@@ -79,3 +79,31 @@ def test_arms_in_one_run() -> None:
         else:
             assert arm["acceptance_length"] > 1.0
             assert arm["verified_per_pos"][0] == arm["num_drafts"] > 0
+
+
+def test_random_hybrids_and_schedules() -> None:
+    """Real nodes over four random hybrids, and schedules on each, half of them through the hand-over."""
+    code, told = run("verify", "--random-model", "--prompts=16", "--output-len=10", "--schedules=6")
+    assert code == 0
+    assert told["ok"] is True
+    assert [report["num_modules"] for report in told["models"]] == [1, 2, 4, 8]
+    for report in told["models"]:
+        assert report["hand_overs"] > 0
+        assert report["transfer_failures"] == report["drafts_differing"] == report["tokens_differing"] == 0
+        assert report["schedules"]["schedules"] == 6
+        assert report["schedules"]["tokens compared"] > 0
+        assert report["schedule_problems"] == []
+
+
+def test_schedules_on_a_shipped_model() -> None:
+    code, report = run("verify", "--prompts=4", "--output-len=8", "--schedules=4")
+    assert code == 0
+    assert report["schedules"]["schedules"] == 4
+    assert report["schedule_problems"] == []
+
+
+def test_schedules_need_float32() -> None:
+    command = [sys.executable, "-m", "cli.main", "verify", "--model=baton-tiny", "--schedules=1"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 2
+    assert "add --dtype float32" in ended.stderr
