@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cli.local_config import ClusterConfig
 from cli.local_nodes import EngineFactory
-from cli.random_models import random_weights
+from cli.schedules.random_models import random_weights
 from common.engine.build import assemble
 from common.model.registry import ModelFiles
 from common.tokenizer import Tokenizer

@@ -6,10 +6,10 @@ from tqdm import tqdm
 
 from cli.local_config import ClusterConfig
 from cli.local_nodes import EngineFactory
-from cli.random_models import Weights
-from cli.schedule_checks import Outcome
-from cli.schedule_run import run_schedules
-from cli.schedule_texts import Texts
+from cli.schedules.checks import Outcome
+from cli.schedules.random_models import Weights
+from cli.schedules.run import run_schedules
+from cli.schedules.texts import Texts
 from cli.verification import Report
 from common.errors import ConfigError
 

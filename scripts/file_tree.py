@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 FOLDERS = (
     "router", "prefill_node", "decode_node", "kv_transfer", "common", "common/engine", "common/kv_cache",
-    "common/model", "kernels", "cli", "scripts", "examples", "benchmarks",
+    "common/model", "kernels", "cli", "cli/schedules", "scripts", "examples", "benchmarks",
 )  # fmt: skip
 BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from cli.bare_engine import make_engine
-from cli.random_models import (
+from cli.schedules.bare_engine import make_engine
+from cli.schedules.random_models import (
     EMBEDDING_SCALE,
     HYBRID_LAYERS,
     VOCAB,

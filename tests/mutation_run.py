@@ -100,9 +100,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def run_schedules_until_seen(catcher: Schedules) -> Result:
     """The seed that saw it is the first word of the detail."""
-    from cli.random_models import random_weights
-    from cli.schedule_run import run_schedules
-    from cli.schedule_texts import Texts
+    from cli.schedules.random_models import random_weights
+    from cli.schedules.run import run_schedules
+    from cli.schedules.texts import Texts
 
     weights = random_weights(catcher.kind, catcher.num_modules)
     texts = Texts(weights.trunk)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cli.random_models import Weights
-from cli.schedule_run import run_schedules
-from cli.schedule_texts import Texts
+from cli.schedules.random_models import Weights
+from cli.schedules.run import run_schedules
+from cli.schedules.texts import Texts
 from common.engine.state_plan import PagedRecurrence
 from common.kv_cache.state_group import StateGroupSpec
 from common.request import Request, RequestState

@@ -10,10 +10,10 @@ from functools import cache
 import pytest
 import torch
 
-from cli.random_models import KINDS, random_weights
-from cli.schedule_checks import Outcome
-from cli.schedule_run import run_schedules
-from cli.schedule_texts import Texts
+from cli.schedules.checks import Outcome
+from cli.schedules.random_models import KINDS, random_weights
+from cli.schedules.run import run_schedules
+from cli.schedules.texts import Texts
 
 SEEDS = {0: 100, 1: 100, 2: 90, 4: 80, 8: 60}  # N: schedules, as many aggregated as through the hand-over
 HYBRID_SEEDS = {0: 40, 1: 30, 2: 30, 4: 30, 8: 20}  # their passes cost three times as much

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from cli.bare_engine import make_engine
+from cli.schedules.bare_engine import make_engine
 from common.engine.engine import Engine
 from common.model.transformer import Transformer
 from common.request import Request, SamplingParams

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Mapping
 
-from cli.bare_engine import make_engine
-from cli.random_models import Weights
-from cli.schedule_checks import Checks
-from cli.schedules import Ask, Budget, Schedule
+from cli.schedules.bare_engine import make_engine
+from cli.schedules.checks import Checks
+from cli.schedules.draw import Ask, Budget, Schedule
+from cli.schedules.random_models import Weights
 from common.engine.batch import RunnerOutput, ScheduledBatch, StepOutput
 from common.engine.drafter import Choice
 from common.engine.model_runner_protocol import Runner

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cli.near_ties import NEAR_TIE
-from cli.random_models import Weights
+from cli.schedules.random_models import Weights
 from common.engine.counter_rng import Purpose, gumbel, request_key
 from common.engine.sampler import process_logits
 from common.model.dense_attention import DenseAttention

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cli.random_models import Weights
-from cli.uninterrupted import Differences, draft_differences, token_differences
+from cli.schedules.random_models import Weights
+from cli.schedules.uninterrupted import Differences, draft_differences, token_differences
 from common.engine.draft_kv_oracle import draft_kv_max_diff
 from common.engine.methods import Method
 from common.engine.state_oracle import state_max_diff

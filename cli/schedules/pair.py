@@ -7,8 +7,8 @@ places in D's pool; with the last ones comes the carry row. As on the nodes, bot
 from collections import Counter
 from dataclasses import dataclass
 
-from cli.schedule_engine import ScheduleEngine
-from cli.schedules import HandOver
+from cli.schedules.draw import HandOver
+from cli.schedules.engine import ScheduleEngine
 from common.engine.batch import RequestUpdate, StepOutput
 from common.engine.first_token import first_token_of
 from common.errors import CapacityError

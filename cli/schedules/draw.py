@@ -7,7 +7,7 @@ part within the lookahead, repeat, or go on from an earlier answer; pools are sm
 import random
 from dataclasses import dataclass
 
-from cli.schedule_texts import Texts
+from cli.schedules.texts import Texts
 from common.engine.methods import Method, multi_method, ngram_method, recursive_method
 from common.request import SamplingParams
 

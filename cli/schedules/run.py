@@ -4,12 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 
-from cli.random_models import Weights
-from cli.schedule_checks import Checks, Outcome
-from cli.schedule_engine import ScheduleEngine
-from cli.schedule_pair import Transfers
-from cli.schedule_texts import Texts
-from cli.schedules import Ask, Schedule, draw
+from cli.schedules.checks import Checks, Outcome
+from cli.schedules.draw import Ask, Schedule, draw
+from cli.schedules.engine import ScheduleEngine
+from cli.schedules.pair import Transfers
+from cli.schedules.random_models import Weights
+from cli.schedules.texts import Texts
 from common.engine.drafter import Choice
 from common.request import Request, RequestState
 
