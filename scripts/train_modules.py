@@ -5,7 +5,9 @@
 DATA is a folder of `train_features` shards (recorded sequences with the trunk's hidden states). Module m at
 position p reads module m-1's output at p and token p+m+1, as at run time, and learns the trunk's
 distribution for token p+m+2: soft cross-entropy + 0.5 x cross-entropy to the trunk's first choice, both
-over the draft vocabulary. Runs until its wall-clock budget is used; stopped earlier, it resumes.
+over the draft vocabulary, and, with `--feature-weight`, the trunk's normed hidden state itself, which says
+more about a token than its probabilities do. Runs until its wall-clock budget is used; stopped earlier, it
+resumes.
 """
 
 import argparse
@@ -54,6 +56,9 @@ class Recipe:
     prompt_weight: float = 0.1  # of the loss at positions that predict prompt tokens
     weight_decay: float = 0.02
     dropout: float = 0.0  # of the hidden states a module reads; against learning a small corpus by heart
+    feature_weight: float = 0.0  # of the squared error to the trunk's normed hidden state one position on
+    cut_chain: bool = False  # no gradient from a module into the ones before it
+    keep_first: bool = False  # the chained stage leaves module 0 as it is
     compile: bool = False  # torch.compile; needs a C++ compiler, about 1.6 times as fast
     seed: int = 0
 
@@ -115,6 +120,11 @@ def pad(records: list[Recorded], prompt_weight: float, multiple: int = 64) -> Ba
     return Batch(ids, hidden, weight)
 
 
+def feature_error(normed: Tensor, feature: Tensor) -> Tensor:
+    """Squared error [B, T] of normed states [B, T, D], in units of the mean square of the wanted ones."""
+    return (normed - feature).square().mean(-1) / feature.square().mean()
+
+
 class Distillation:
     """The loss of the first `active` modules; compiled, each module's part is one graph.
 
@@ -128,8 +138,7 @@ class Distillation:
         vocab = modules.draft_vocab if modules.draft_vocab is not None else torch.arange(len(counts))
         self.weights = counts[vocab] + 1.0  # [Vd]
         self.index_of = torch.full((len(counts),), -1).index_copy_(0, vocab, torch.arange(len(vocab)))
-        self.vocab, self.loss_rows, self.dropout = vocab, recipe.loss_rows, recipe.dropout
-        compiled = recipe.compile
+        self.vocab, self.recipe, compiled = vocab, recipe, recipe.compile
         self.module_loss = torch.compile(self._module_loss, dynamic=True) if compiled else self._module_loss
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -137,30 +146,38 @@ class Distillation:
         length = batch.ids.shape[1] - self.active  # positions at which every active module has its token
         positions = torch.arange(length)
         rows = self._rows(batch.ids)
-        wanted = self._targets(batch.hidden, self.modules.trunk.head_weight[self.vocab[rows]])
+        trunk = self.modules.trunk
+        features = rms_norm(batch.hidden, trunk.final_norm, trunk.config.rms_norm_eps)
+        wanted = self._targets(features, trunk.head_weight[self.vocab[rows]])
         head = self.modules.draft_head_weight[rows]
         state, total, weights = batch.hidden[:, :length], torch.zeros(()), 0.0
         for m in range(self.active):
             window = slice(m + 1, m + 1 + length)
             following, want, weight = batch.ids[:, window], wanted[:, window], batch.weight[:, window]
-            state, loss = self.module_loss(m, state, following, positions, head, want, weight)
+            if m == 0 and self.recipe.keep_first and self.active > 1:
+                with torch.no_grad():
+                    state = self.modules.forward_module(m, state, following, positions, self.attend)
+                continue
+            state = state.detach() if self.recipe.cut_chain else state
+            state, loss = self.module_loss(
+                m, state, following, positions, head, want, features[:, window], weight
+            )
             total, weights = total + DECAY**m * loss, weights + DECAY**m
         return total / weights
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Indices into the draft vocabulary [R], ascending."""
-        if self.loss_rows is None or self.loss_rows >= len(self.vocab):
+        if self.recipe.loss_rows is None or self.recipe.loss_rows >= len(self.vocab):
             return torch.arange(len(self.vocab))
         weights = self.weights.clone()
         present = self.index_of[torch.unique(ids)]
         weights[present[present >= 0]] = 1e9
-        return torch.multinomial(weights, self.loss_rows).sort().values
+        return torch.multinomial(weights, self.recipe.loss_rows).sort().values
 
-    def _targets(self, hidden: Tensor, head: Tensor) -> Tensor:
+    def _targets(self, features: Tensor, head: Tensor) -> Tensor:
         """The trunk's distribution over the rows plus HARD_WEIGHT on its first choice: [B, T, R]."""
-        trunk = self.modules.trunk
         with torch.no_grad():
-            logits = F.linear(rms_norm(hidden, trunk.final_norm, trunk.config.rms_norm_eps), head)
+            logits = F.linear(features, head)
             best = logits.argmax(-1, keepdim=True)
             return logits.softmax(-1).scatter_add_(-1, best, torch.full_like(logits[..., :1], HARD_WEIGHT))
 
@@ -172,13 +189,17 @@ class Distillation:
         positions: Tensor,
         head: Tensor,
         want: Tensor,
+        feature: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        state = F.dropout(state, self.dropout) if self.dropout else state
+        recipe = self.recipe
+        state = F.dropout(state, recipe.dropout) if recipe.dropout else state
         state = self.modules.forward_module(m, state, following, positions, self.attend)
         normed = rms_norm(state, self.modules.module(m).norm, self.modules.trunk.config.rms_norm_eps)
         logits = F.linear(normed, head)
         loss = (1 + HARD_WEIGHT) * logits.logsumexp(-1) - (want * logits).sum(-1)
+        if recipe.feature_weight:
+            loss = loss + recipe.feature_weight * feature_error(normed, feature)
         return state, (loss * weight).sum() / weight.sum()
 
 
@@ -212,7 +233,8 @@ class Run:
 
     def optimiser(self, active: int) -> Optimiser:
         """For the `active` first modules and the own head."""
-        parts = [self.modules.module(m) for m in range(active)]
+        first = 1 if self.recipe.keep_first and active > 1 else 0
+        parts = [self.modules.module(m) for m in range(first, active)]
         matrices = list(block_matrices(part.block for part in parts))
         matrices += [(part.proj, [part.proj.shape[0]]) for part in parts]
         parameters = [p for part in parts for p in part.parameters()]

@@ -19,7 +19,15 @@ from scripts.train_corpus import html_to_text, sections, token_stream, train_tok
 from scripts.train_decode import generate
 from scripts.train_eval import agreement, greedy_acceptance, stepwise_acceptance, walk
 from scripts.train_features import Recorded, held_out_topics, load_shards, record, topic_of
-from scripts.train_modules import Distillation, Recipe, batches, draft_vocabulary, pad, token_counts
+from scripts.train_modules import (
+    Distillation,
+    Recipe,
+    batches,
+    draft_vocabulary,
+    feature_error,
+    pad,
+    token_counts,
+)
 from scripts.train_modules import Run as ModulesRun
 from scripts.train_optim import Muon, block_matrices, learning_rate, orthogonalise
 from scripts.train_plot import chart, ticks
@@ -209,6 +217,41 @@ def test_loss_rows_hold_the_batchs_own_tokens() -> None:
     assert torch.isin(torch.unique(batch.ids), rows).all()
     every = Distillation(modules, 1, counts, Recipe())
     assert 0 < some(batch).item() < every(batch).item()
+
+
+def gradients(recipe: Recipe) -> list[float]:
+    """Sum of absolute gradients of each of two chained modules."""
+    modules = toy_modules(2)
+    batch = pad(recorded(modules.trunk, 4, 20, 0), 0.1)
+    parts = [modules.module(m) for m in range(2)]
+    for part in parts:
+        for parameter in part.parameters():
+            parameter.requires_grad_(True)
+    torch.autograd.backward(Distillation(modules, 2, torch.zeros(300), recipe)(batch))
+    return [sum(float(p.grad.abs().sum()) for p in part.parameters() if p.grad is not None) for part in parts]
+
+
+def test_a_cut_chain_sends_no_gradient_back() -> None:
+    joined, cut = gradients(Recipe()), gradients(Recipe(cut_chain=True))
+    assert cut[1] == pytest.approx(joined[1], rel=1e-4)
+    assert cut[0] != pytest.approx(joined[0], rel=1e-3)
+
+
+def test_the_first_module_may_stay_as_it_is() -> None:
+    first, second = gradients(Recipe(keep_first=True))
+    assert first == 0
+    assert second > 0
+
+
+def test_the_feature_loss_is_nothing_for_the_trunks_own_features() -> None:
+    modules = toy_modules(1)
+    batch = pad(recorded(modules.trunk, 4, 20, 0), 0.1)
+    plain, weighed = (
+        Distillation(modules, 1, torch.zeros(300), Recipe(feature_weight=w))(batch).item() for w in (0.0, 2.0)
+    )
+    assert weighed > plain
+    assert feature_error(batch.hidden, batch.hidden).abs().max() == 0
+    assert feature_error(torch.zeros_like(batch.hidden), batch.hidden).mean() == pytest.approx(1.0)
 
 
 def test_a_run_lowers_the_loss_and_reports_agreement(tmp_path: Path) -> None:
