@@ -79,7 +79,7 @@ class ScheduleEngine:
     def step(self) -> StepOutput:
         """One step, its checks, and what the schedule does to the drafts of it."""
         scheduler = self.engine.scheduler
-        before = {r.request_id: (r, r.num_preemptions, len(r.drafts)) for r in scheduler.running}
+        before = {r.request_id: (r, r.num_preemptions, len(r.drafts)) for r in scheduler.requests.running}
         output = self.engine.step()
         self.engine.check_invariants()
         for request, preemptions, num_drafts in before.values():
@@ -94,14 +94,14 @@ class ScheduleEngine:
             if entry.request_id in self._preempted:
                 self._preempted.discard(entry.request_id)
                 self._counts["resumed " + ("with a hit" if entry.start else "from the beginning")] += 1
-        stepped = [r for r in scheduler.running if r.request_id in self._stepped]
+        stepped = [r for r in scheduler.requests.running if r.request_id in self._stepped]
         if stepped and self._rng.random() < AUDITED:
             request = self._rng.choice(stepped)
             self.audit(request)
             ask = self._ask(request)
             if ask.pattern.right is None:
                 self._checks.drafts(request)
-        for request in scheduler.running:
+        for request in scheduler.requests.running:
             self._change_drafts(request)
         return output
 

@@ -167,13 +167,13 @@ class NodeRuntime:
         scheduler, spec = engine.scheduler, engine.stats
         num_transfers, num_failures, num_bytes = self.transfer_load()
         total = min(pool.num_blocks - 1 for pool in scheduler.kv.pools)
-        states = scheduler.count_by_state()
+        states = scheduler.requests.count_by_state()
         self._load = NodeLoad(
             num_running=states.get("running", 0) + states.get("ready", 0),
             num_waiting=states.get("waiting", 0),
             num_receiving=states.get("receiving_kv", 0),
             num_held=states.get("held", 0),
-            waiting_tokens=scheduler.waiting_tokens,
+            waiting_tokens=scheduler.requests.num_tokens_to_compute,
             free_blocks=int(scheduler.kv.free_share() * total),
             total_blocks=total,
             prefix_cache_queries=scheduler.kv.stats.queries,

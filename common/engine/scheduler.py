@@ -6,9 +6,7 @@ requests while budget, seats and blocks last. When blocks run out the least impo
 request is preempted: its blocks go, it waits, and is later recomputed from its known tokens (hits help).
 """
 
-import bisect
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from common.engine.batch import (
@@ -22,11 +20,15 @@ from common.engine.batch import (
 )
 from common.engine.encoder_cache import EncoderCache
 from common.engine.first_token import FirstToken
+from common.engine.request_table import RequestTable
 from common.engine.rules import SchedulerConfig, final_upto, is_pinned, next_share
 from common.engine.stopping import StopChecker
 from common.errors import CapacityError, InvalidRequest, PromptTooLong, ProtocolViolation
 from common.kv_cache.manager import KVCacheManager
 from common.request import FinishReason, Request, RequestState, SpecStats, TokenLogprob, sequences_of
+
+# Encoder outputs are kept, or promised, for requests in these states.
+_WITH_ENCODINGS = (RequestState.RECEIVING_KV, RequestState.READY, RequestState.RUNNING)
 
 
 class Scheduler:
@@ -45,12 +47,7 @@ class Scheduler:
         )
         self._make_stop_checker = stop_checker
         self._stop_checkers: dict[str, StopChecker] = {}
-        self.requests: dict[str, Request] = {}
-        self.waiting: list[Request] = []  # by (priority, arrival)
-        self.ready: list[Request] = []  # hand-overs that arrived, in order
-        self.running: list[Request] = []
-        self._receiving_ids: set[str] = set()  # in no queue: RECEIVING_KV
-        self._held_ids: set[str] = set()  # in no queue: HELD
+        self.requests = RequestTable()
         self.on_finish: Callable[[Request], None] | None = None  # sees a request just before its blocks go
         self._carry: dict[str, bytes] = {}  # hand-over's hidden rows until the step that uses them
         self._forgotten: list[str] = []
@@ -64,7 +61,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues an ordinary request (on P: one with `stop_at` and `hold_blocks`)."""
         self._admit(request)
-        self._enqueue(request)
+        self._take_in(request, RequestState.WAITING)
 
     def reserve(self, request: Request, cut: int) -> int:
         """Hand-over on D: local hits kept, the rest of the prompt's blocks reserved.
@@ -77,21 +74,19 @@ class Scheduler:
         self.kv.adopt(request, hit)
         # Should the carry row be lost, D starts at L-N: window blocks are kept (and shipped) from there on.
         start = min(cut, max(0, request.num_tokens - self.config.tail))
-        headroom = self._num_seated
+        headroom = self.requests.num_seated
         seats = self._seats - headroom
         room = self.kv.fits(request, request.num_tokens + 1, headroom, self.config.max_num_batched_tokens)
         room = room and seats > 0 and self.encoders.admit(request, hit)
         if not room or not self.kv.allocate_span(request, start, request.num_tokens):
             self.encoders.release(request)
             self.kv.free(request)
-            del self.requests[request.request_id], self._stop_checkers[request.request_id]
             raise CapacityError(
                 f"no room to reserve {request.num_tokens} tokens "
                 f"({self.kv.pools[0].num_free} blocks of {self.kv.block_size} free, {seats} seats)"
             )
         self._count_hit(request, hit)
-        request.state = RequestState.RECEIVING_KV
-        self._receiving_ids.add(request.request_id)
+        self._take_in(request, RequestState.RECEIVING_KV)
         return hit
 
     def wanted(self, request_id: str, cut: int) -> dict[int, dict[int, int]]:
@@ -116,15 +111,13 @@ class Scheduler:
             self._fail(request, upto)
             return
         request.num_computed = max(start or 0, request.num_computed)
-        self._receiving_ids.remove(request_id)
         if ended is not None:
             self.kv.register_final(request, final_upto(request, self.config.speculation.lookahead))
             self._finish(request, ended)
             return
         if carry is not None and request.num_computed == upto:
             self._carry[request_id] = carry
-        request.state = RequestState.READY
-        self.ready.append(request)
+        self.requests.move(request, RequestState.READY)
 
     def _start_of(self, request: Request, upto: int, has_carry: bool) -> int | None:
         """Where a request starts that received its KV below ``upto``; None: nowhere, it begins again."""
@@ -153,9 +146,7 @@ class Scheduler:
 
     def _fail(self, request: Request, final_upto: int) -> None:
         self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - self.config.tail)))
-        self._receiving_ids.remove(request.request_id)
         self._restart(request)
-        self._enqueue(request)
 
     def release(self, request_id: str) -> None:
         """P's hold is over. Unknown ids are ignored: release and abort may cross."""
@@ -168,13 +159,11 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        for queue in (self.waiting, self.ready, self.running):
-            if request in queue:
-                queue.remove(request)
         self._finish(request, FinishReason.ABORT)
         return True
 
     def _admit(self, request: Request) -> None:
+        """Raises InvalidRequest or PromptTooLong for one that can never be served here."""
         if request.request_id in self.requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use")
         if "#" in request.request_id:
@@ -195,7 +184,9 @@ class Scheduler:
                 f"for {self.kv.max_pinned_tokens}; shorten the prompt or raise kv_cache_mib"
             )
         self.encoders.check(request)
-        self.requests[request.request_id] = request
+
+    def _take_in(self, request: Request, state: RequestState) -> None:
+        self.requests.move(request, state)
         self._stop_checkers[request.request_id] = self._make_stop_checker(request)
 
     def _longest(self) -> int:
@@ -214,18 +205,15 @@ class Scheduler:
             raise ProtocolViolation(f"KV arrived for {request!r}, which receives none")
         return request
 
-    def _enqueue(self, request: Request) -> None:
-        request.state = RequestState.WAITING
-        bisect.insort(self.waiting, request, key=lambda r: (r.priority, r.arrival_time_s))
-
     def _restart(self, request: Request) -> None:
-        """Frees everything computed; known tokens stay."""
+        """Frees everything computed; known tokens stay, and it waits again."""
         self.encoders.release(request)
         self.kv.free(request)
         request.num_computed = 0
         request.drafts = ()
         self._carry.pop(request.request_id, None)
         self._forgotten.append(request.request_id)
+        self.requests.move(request, RequestState.WAITING)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Old owner of the blocks: the request. New owner: the pool's free list."""
@@ -234,23 +222,17 @@ class Scheduler:
         self.encoders.release(request)
         self.kv.free(request)
         request.finish_reason = reason
-        request.state = RequestState.FINISHED
         request.drafts = ()
         self._carry.pop(request.request_id, None)
         self._forgotten.append(request.request_id)
-        self._receiving_ids.discard(request.request_id)
-        self._held_ids.discard(request.request_id)
-        del self.requests[request.request_id], self._stop_checkers[request.request_id]
+        del self._stop_checkers[request.request_id]
+        self.requests.move(request, RequestState.FINISHED)
 
     # ---- one step ---------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.ready or self.running or self._untold)
-
-    @property
-    def num_receiving(self) -> int:
-        return len(self._receiving_ids)
+        return bool(self.requests.waiting or self.requests.num_seated or self._untold)
 
     def schedule(self) -> ScheduledBatch:
         """The next step's work; may be empty. Owns the blocks that the step writes."""
@@ -258,7 +240,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         self.encoders.begin_step()
         # Arrived hand-overs first, then by priority; the sort keeps the order of admission.
-        order = [*self.ready, *sorted(self.running, key=lambda r: r.priority)]
+        order = [*self.requests.ready, *sorted(self.requests.running, key=lambda r: r.priority)]
         for request in order:
             if budget <= 0:
                 break
@@ -268,17 +250,15 @@ class Scheduler:
             if num_new <= 0:
                 continue
             if request.state is RequestState.READY:  # one that finds no budget stays ready: first next time
-                self.ready.remove(request)
-                request.state = RequestState.RUNNING
-                self.running.append(request)
+                self.requests.move(request, RequestState.RUNNING)
             upto = self._slots_upto(request, num_new, len(drafts))
             if not self._make_room(request, upto, order, entries):
                 continue
             entries[request.request_id] = self._entry(request, num_new, drafts)
             budget -= num_new + len(drafts)
         seats = self._seats
-        for request in list(self.waiting):
-            if budget <= 0 or self._preempted or self._num_seated >= seats:
+        for request in list(self.requests.waiting):
+            if budget <= 0 or self._preempted or self.requests.num_seated >= seats:
                 break
             num_new = self._start(request, budget)
             if num_new <= 0:
@@ -298,11 +278,7 @@ class Scheduler:
 
     @property
     def _seats(self) -> int:
-        return self.config.max_num_seqs - self.num_receiving
-
-    @property
-    def _num_seated(self) -> int:
-        return len(self.running) + len(self.ready)
+        return self.config.max_num_seqs - self.requests.num_receiving
 
     def _slots_upto(self, request: Request, num_new: int, num_drafts: int) -> int:
         """One past the last slot that a step writes, drafting past T included."""
@@ -335,12 +311,10 @@ class Scheduler:
 
     def _alone(self, request: Request) -> bool:
         """Nothing else will ever give blocks back: starting again would end at the same place."""
-        others = self._num_seated + len(self._receiving_ids) + len(self._held_ids)
-        return others == 1 and request in self.running
+        return self.requests.num_with_blocks == 1 and request.state is RequestState.RUNNING
 
     def _give_up(self, request: Request) -> None:
         """The pool has shrunk below what this request needs (quarantined blocks): it ends with an error."""
-        self.running.remove(request)
         update = RequestUpdate(
             request.request_id, finish_reason=FinishReason.ERROR, summary=summary_of(request)
         )
@@ -348,10 +322,8 @@ class Scheduler:
         self._untold.append(update)
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
         request.num_preemptions += 1
         self._restart(request)
-        self._enqueue(request)
         self._preempted.append(request.request_id)
 
     def _start(self, request: Request, budget: int) -> int:
@@ -359,12 +331,12 @@ class Scheduler:
         if not request.tables:
             hit = self.kv.match(request)
             self.kv.adopt(request, hit)
-        headroom = self._num_seated
+        headroom = self.requests.num_seated
         num_new = 0
         if self.encoders.admit(request, request.num_computed):
             num_new, _ = self._share(request, budget)
         fits = self.kv.fits(request, request.end + 1, headroom, self.config.max_num_batched_tokens)
-        alone = not (headroom or self._receiving_ids or self._held_ids)
+        alone = self.requests.num_with_blocks == 0
         num_placed = request.end - request.num_computed if is_pinned(request) else num_new
         upto = self._slots_upto(request, num_placed, 0)
         if num_new <= 0 or not (fits or alone) or not self.kv.allocate(request, upto):
@@ -372,9 +344,7 @@ class Scheduler:
             self.kv.free(request)
             request.num_computed = 0
             return 0
-        self.waiting.remove(request)
-        request.state = RequestState.RUNNING
-        self.running.append(request)
+        self.requests.move(request, RequestState.RUNNING)
         if request.num_output_tokens == 0:
             self._count_hit(request, request.num_computed)
         return num_new
@@ -439,13 +409,11 @@ class Scheduler:
         update = self._update(request, tokens, result.logprobs, reason)
         self.encoders.advance(request)
         if reason is not None:
-            self.running.remove(request)
             if request.hold_blocks:
                 # Old owner: the running request. New owner: the hold, until `release` or `abort`.
                 self.encoders.release(request)
-                request.state = RequestState.HELD
-                self._held_ids.add(request.request_id)
                 request.finish_reason = reason
+                self.requests.move(request, RequestState.HELD)
             else:
                 self._finish(request, reason)
         else:
@@ -484,55 +452,27 @@ class Scheduler:
         shared = max(0, prompt_len - self.config.tail)
         start = max(entry.start, shared)
         for child in sequences_of(parent):
-            self.requests[child.request_id] = child
-            self._stop_checkers[child.request_id] = self._make_stop_checker(child)
-            seat = self._num_seated < self._seats and self.encoders.admit(child, shared)
+            seat = self.requests.num_seated < self._seats and self.encoders.admit(child, shared)
             if seat and self.kv.fork(parent, child, shared, start):
-                child.state = RequestState.RUNNING
-                self.running.append(child)
+                self._take_in(child, RequestState.RUNNING)
                 if start > shared and entry.handover_carry is not None:
                     self._carry[child.request_id] = entry.handover_carry
             else:
                 self.encoders.release(child)
-                self._enqueue(child)
+                self._take_in(child, RequestState.WAITING)
             children.append(child)
         parent.num_sequences = 1
         return children
 
-    # ---- checks and figures -----------------------------------------------------------------------------
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens still to compute of everything admitted or queued, decodes counting one."""
-        return sum(max(0, r.end - r.num_computed) for r in self.requests.values())
-
-    def count_by_state(self) -> Counter[str]:
-        return Counter(request.state.value for request in self.requests.values())
+    # ---- checks -----------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Queues hold what their names say, and every block has exactly its owners."""
-        for queue, state in (
-            (self.waiting, RequestState.WAITING),
-            (self.ready, RequestState.READY),
-            (self.running, RequestState.RUNNING),
-        ):
-            assert all(r.state is state for r in queue), f"{state} queue holds {queue}"
-            assert len(set(map(id, queue))) == len(queue), f"{state} queue holds a request twice"
-        queued = len(self.waiting) + len(self.ready) + len(self.running)
-        for ids, state in (
-            (self._receiving_ids, RequestState.RECEIVING_KV),
-            (self._held_ids, RequestState.HELD),
-        ):
-            found = {r.request_id for r in self.requests.values() if r.state is state}
-            assert ids == found, f"{state}: {ids} noted, {found} found"
-        aside = len(self._receiving_ids) + len(self._held_ids)
-        assert queued + aside == len(self.requests), "a request is in no queue"
-        assert self._num_seated <= self._seats, "more requests than seats"
+        self.requests.check_invariants()
+        assert self.requests.num_seated <= self._seats, "more requests than seats"
         for request in self.requests.values():
             assert 0 <= request.num_computed <= request.num_tokens, f"{request!r} computed too much"
             assert len(request.drafts) <= self.config.speculation.num_drafts
-            if request.state is RequestState.WAITING:
-                assert not any(request.tables), f"{request!r} waits and owns blocks"
-        waiting = {r.request_id for r in self.waiting}
-        self.encoders.check_invariants(self.requests.keys() - waiting - self._held_ids)
+        seated = {r.request_id for r in self.requests.values() if r.state in _WITH_ENCODINGS}
+        self.encoders.check_invariants(seated)
         self.kv.check_invariants(self.requests.values())

@@ -11,7 +11,7 @@ from common.engine.encoder_rules import encodings_for, is_done, widest_window
 from common.errors import CapacityError, InvalidRequest
 from common.extra_keys import MultimodalItem
 from common.request import FinishReason, Request, RequestState
-from tests.fakes import continuation, is_whole, outputs_of, sometimes_right
+from tests.fakes import ROW, continuation, is_whole, outputs_of, sometimes_right
 from tests.fakes_encoder import image_request, make_image_engine
 from tests.pairing import cut_of
 
@@ -238,7 +238,7 @@ class World:
         if arrived < cut:
             self.engine.kv_failed(name, arrived)
         else:
-            self.engine.kv_arrived(name, cut, b"row" if self.n > 1 and self.rng.random() < 0.7 else None)
+            self.engine.kv_arrived(name, cut, ROW if self.n > 1 and self.rng.random() < 0.7 else None)
 
     def end_one(self) -> None:
         ids = sorted(self.engine.scheduler.requests)

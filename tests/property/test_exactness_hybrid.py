@@ -59,7 +59,7 @@ class Watched:
         self.engine.step()
         self.engine.check_invariants()
         if rng is not None:
-            for request in self.engine.scheduler.running:
+            for request in self.engine.scheduler.requests.running:
                 if rng.random() < 0.3:
                     request.drafts = request.drafts[: rng.randint(0, len(request.drafts))]
 
@@ -215,7 +215,7 @@ def test_sequences_of_one_prompt_start_from_checkpoints() -> None:
         for update in node.engine.step().updates:
             outputs.setdefault(update.request_id, []).extend(update.new_tokens)
         node.engine.check_invariants()
-        for sequence in node.engine.scheduler.running:
+        for sequence in node.engine.scheduler.requests.running:
             assert m.worst(node.pair, sequence) < LIMIT
     assert node.whole()
     for index, tokens in enumerate(outputs.values()):

@@ -234,9 +234,7 @@ def test_a_broken_transfer_and_a_preemption_change_no_token(n: int) -> None:
         hand_over(prefill, decode, request, n, handoff="carry", broken_at=broken)
         assert request.num_output_tokens == (0 if i % 2 else 1)
         if i == 2:  # before its first step: token L stays, the rows and the drafts go
-            decode[0].scheduler.ready.remove(request)
-            decode[0].scheduler.running.append(request)
-            request.state = RequestState.RUNNING
+            decode[0].scheduler.requests.move(request, RequestState.RUNNING)
             decode[0].scheduler._preempt(request)
             assert (request.num_output_tokens, request.drafts) == (1, ())
         requests.append((prompt_len, request))

@@ -5,7 +5,7 @@ import pytest
 from common.engine.engine import Engine
 from common.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
 from common.request import FinishReason, Request, RequestState
-from tests.fakes import FakeRunner, continuation, fake_request, is_whole, make_fake_engine, outputs_of
+from tests.fakes import ROW, FakeRunner, continuation, fake_request, is_whole, make_fake_engine, outputs_of
 
 STATES = [state for state in RequestState if state is not RequestState.FINISHED]
 CUT = 17
@@ -42,7 +42,7 @@ def bring_to(state: RequestState, engine: Engine, runner: FakeRunner, request: R
         engine.add(request)
     if state is RequestState.READY:
         runner.receive(engine.wanted("r", CUT), request.token_ids, CUT)
-        engine.kv_arrived("r", CUT, b"row")
+        engine.kv_arrived("r", CUT, ROW)
     while state in (RequestState.RUNNING, RequestState.HELD) and request.num_computed < CUT:
         engine.step()
     if state is RequestState.RUNNING:  # in mid-answer, with drafts in flight
@@ -72,8 +72,8 @@ def test_an_abort_leaves_pool_counters_and_events_right(state: RequestState) -> 
     assert sorted(map(str, cached)) == sorted(map(str, final))
     # 2. It counts in no state and waits for nothing; verified drafts stay counted, those in flight never are.
     assert request.finish_reason is FinishReason.ABORT
-    assert set(engine.scheduler.count_by_state()) <= {"running"}
-    assert engine.scheduler.waiting_tokens <= 1
+    assert set(engine.scheduler.requests.count_by_state()) <= {"running"}
+    assert engine.scheduler.requests.num_tokens_to_compute <= 1
     assert counted == (engine.stats.num_drafts, engine.stats.num_draft_tokens, engine.stats.num_accepted)
     # 3. The others go on, and count on their own.
     run(engine, cached)

@@ -285,11 +285,11 @@ def test_a_hand_over_is_finished_from_the_cut(n: int, carry: bool) -> None:
         engine, runner = make_fake_engine(n)
         request = fake_request(range(length), 5)
         assert engine.reserve(request, cut) == 0
-        assert engine.scheduler.count_by_state() == {"receiving_kv": 1}
+        assert engine.scheduler.requests.count_by_state() == {"receiving_kv": 1}
         assert not engine.has_work
         assert sorted(engine.wanted("r", cut)[0]) == list(range(-(-cut // 4)))
         receive(engine, runner, request, cut, carry and n > 1)
-        assert engine.scheduler.count_by_state() == {"ready": 1}
+        assert engine.scheduler.requests.count_by_state() == {"ready": 1}
         engine.step()
         (entry,) = runner.batches[-1].entries
         assert entry.start == (cut if carry or n < 2 else length - n)
@@ -452,7 +452,7 @@ def test_a_pinned_prefill_is_never_preempted() -> None:
     for _ in range(40):
         engine.step()
         engine.check_invariants()
-    assert engine.scheduler.count_by_state()["held"] == 1
+    assert engine.scheduler.requests.count_by_state()["held"] == 1
     assert engine.tables("prefill") == blocks
     engine.release("prefill")
     run(engine)
@@ -466,7 +466,7 @@ def test_admission_leaves_room_for_those_who_run() -> None:
     engine.step()
     engine.add(fake_request(range(50, 70), 2, request_id="second", arrival=1))
     engine.step()
-    assert engine.scheduler.count_by_state() == {"running": 1, "waiting": 1}
+    assert engine.scheduler.requests.count_by_state() == {"running": 1, "waiting": 1}
     run(engine)
     assert is_whole(engine)
 
@@ -559,10 +559,10 @@ def test_waiting_tokens_and_counts() -> None:
     engine, _ = make_fake_engine(0, max_num_seqs=1)
     engine.add(fake_request(range(10), 5, request_id="a"))
     engine.add(fake_request(range(7), 5, request_id="b"))
-    assert engine.scheduler.waiting_tokens == 17
+    assert engine.scheduler.requests.num_tokens_to_compute == 17
     engine.step()
-    assert engine.scheduler.waiting_tokens == 1 + 7
-    assert engine.scheduler.count_by_state() == {"running": 1, "waiting": 1}
+    assert engine.scheduler.requests.num_tokens_to_compute == 1 + 7
+    assert engine.scheduler.requests.count_by_state() == {"running": 1, "waiting": 1}
 
 
 def test_a_lone_request_that_a_shrunken_pool_cannot_hold_gets_an_answer() -> None:
