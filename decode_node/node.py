@@ -17,7 +17,7 @@ and frees them only after the fetch has ended (its fence included).
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.engine.batch import RequestUpdate, StepOutput
@@ -74,7 +74,9 @@ class DecodeNode:
         role = "both" if config.decode.aggregated else "decode"
         self.runtime = NodeRuntime(role, config.model, config.engine, config.node, config.log, built)
         built = self.runtime.built
-        self.receiver = KvReceiver(pools_of(built), fingerprint_of(built), config.transfer)
+        self.receiver = KvReceiver(
+            pools_of(built), fingerprint_of(built), config.transfer, on_quiet=self._quiet_again
+        )
         self._decodes: dict[str, _Decode] = {}
         self._admission_timeout_s = config.decode.admission_timeout_s
         self._admission = AdmissionQueue(self._decide, self._settled, self._is_gone)
@@ -250,6 +252,14 @@ class DecodeNode:
             )  # fmt: skip
             return None
         return carry or None
+
+    def _quiet_again(self, blocks: Mapping[int, tuple[int, ...]]) -> None:
+        async def give_back() -> None:
+            await self.runtime.tell(lambda engine: engine.kv_quiet(blocks))
+            self._admission.look_again()
+
+        logger.info("blocks %s leave quarantine", dict(blocks))
+        fire_and_log("kv-quiet", give_back(), self._tasks)
 
     def _count_transfer(self, *, num_failures: int = 0, num_bytes: int = 0) -> None:
         ended, failed, received = self._transfers

@@ -41,8 +41,11 @@ class TransferConfig:
         metadata={"help": "silence in seconds after which a peer is given up and its transfers fail"},
     )
     connect_timeout_s: float = field(
-        default=30.0,
-        metadata={"help": "seconds to reach a peer, compare fingerprints and open its data lane"},
+        default=10.0,
+        metadata={
+            "help": "seconds to reach a peer, compare fingerprints and open its data lane; a host that takes "
+            "no connection within suspect_s is not waited for"
+        },
     )
     fetch_timeout_s: float = field(
         default=120.0,

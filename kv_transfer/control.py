@@ -58,6 +58,7 @@ class ControlConnection(Generic[M]):
         self._last_heard = self._loop.time()
         self._beat: asyncio.Task[None] | None = None
         self._lost: ConnectionLost | None = None
+        self.suspect = False  # silent for more than suspect_s, as the last heartbeat found
         peer = writer.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
 
@@ -78,6 +79,7 @@ class ControlConnection(Generic[M]):
         except (asyncio.IncompleteReadError, OSError) as error:
             raise self._lost or ConnectionLost(f"{self.peer} closed the connection") from error
         self._last_heard = self._loop.time()
+        self.suspect = False
         if frame[0] != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"{self.peer} speaks transfer protocol version {frame[0]}, this node {PROTOCOL_VERSION}; "
@@ -93,7 +95,6 @@ class ControlConnection(Generic[M]):
         self._beat = self._loop.create_task(self._heartbeats())
 
     async def _heartbeats(self) -> None:
-        suspected = False
         while True:
             self.send(Heartbeat(renew=self._renewals()))
             slept_since = self._loop.time()
@@ -110,10 +111,10 @@ class ControlConnection(Generic[M]):
                 logger.warning("KV transfer: %s", self._lost)
                 self.abort()
                 return
-            if silence_s > self._config.suspect_s and not suspected:
+            if silence_s > self._config.suspect_s and not self.suspect:
+                self.suspect = True
                 self._metrics.peers_suspected += 1
                 logger.warning("KV transfer: %s has been silent for %.1f s", self.peer, silence_s)
-            suspected = silence_s > self._config.suspect_s
 
     def abort(self) -> None:
         """Ends the connection at once; a pending :meth:`receive` raises."""

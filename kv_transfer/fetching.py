@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 _QUIET_GRACE_S = 2.0  # for receives in flight to end by themselves before the lane is closed by force
 # P is asked as soon as D has accepted the prompt: what it does not know for so long it never will.
 _UNKNOWN_GRACE_S = 10.0
-_ATTEMPT = 1  # attempts never share tags; a retry of a failed transfer would take the next number
 
 T = TypeVar("T")
 
@@ -75,7 +74,8 @@ class Fetch:
         self.num_bytes = 0
         self.seconds_moving = 0.0
         self.machine = receiver_machine(ticket.transfer_id)
-        self.key = (ticket.transfer_id, _ATTEMPT)
+        self.attempt = receiver.new_attempt()
+        self.key = (ticket.transfer_id, self.attempt)
         self._receiver = receiver
         self._pools = receiver.pools
         self._want = {g: dict(sorted(placed.items())) for g, placed in want.items()}
@@ -84,7 +84,7 @@ class Fetch:
         self._loop = asyncio.get_running_loop()
         self._session: ReceiverSession | None = None
         self._outcome: asyncio.Future[Finish] = self._loop.create_future()
-        self._tag_base = tag_base(receiver.new_slot(), _ATTEMPT)
+        self._tag_base = tag_base(self.attempt)
         self.chunks = plan_chunks(
             {g: list(placed) for g, placed in self._want.items()},
             self._pools.geometry,
@@ -101,6 +101,8 @@ class Fetch:
         for chunk in self.chunks:
             self._order.setdefault(chunk.group, []).append(chunk)
         self._front = dict.fromkeys(self._order, 0)
+        self._stuck: dict[int, tuple[int, ...]] = {}  # seq -> its blocks, in quarantine
+        self._caller_knows = False
         self._finish: Finish | None = None
         self._refused = False  # P serves nothing of ours: there is nothing to abort
         self._retry: asyncio.TimerHandle | None = None
@@ -149,7 +151,7 @@ class Fetch:
         self._session.send(
             Pull(
                 transfer_id=self.ticket.transfer_id,
-                attempt=_ATTEMPT,
+                attempt=self.attempt,
                 generation=self.ticket.generation,
                 incarnation=self.ticket.incarnation,
                 want={g: list(placed) for g, placed in self._want.items()},
@@ -232,7 +234,7 @@ class Fetch:
             request.add_done_callback(partial(self._on_landed, chunk))
         if self._num_posted > before and not self._outcome.done():
             session.send(
-                Credit(transfer_id=self.ticket.transfer_id, attempt=_ATTEMPT, credits=self._num_posted)
+                Credit(transfer_id=self.ticket.transfer_id, attempt=self.attempt, credits=self._num_posted)
             )
 
     def _destination(self, chunk: Chunk) -> memoryview:
@@ -263,13 +265,19 @@ class Fetch:
         self._requests.pop(chunk.seq, None)
         if not self._requests:
             self._quiet.set()
+        if self.machine.state is ReceiverState.QUARANTINED:
+            self._release_quiet()
         if request.error is not None:
             self.fail(f"peer_lost: receiving chunk {chunk.seq} failed: {request.error}")
             if self._session is not None:
                 self._session.lane_broke(f"its lane broke: {request.error}")
         elif not self._outcome.done():
             self._landed.add(chunk.seq)
-            self._complete(chunk)
+            try:
+                self._complete(chunk)
+            except Exception as error:  # nobody above would hear of it
+                logger.exception("transfer %s broke", self.ticket.transfer_id)
+                self.fail(f"internal: {error!r}")
 
     def _complete(self, chunk: Chunk) -> None:
         """Both the bytes and the announcement are here: verify, place, report, give more credit."""
@@ -336,7 +344,7 @@ class Fetch:
         finish = self._finish
         if finish is None or self.num_done < len(self.chunks) or self._outcome.done():
             return
-        root = RootDigest(self.ticket.transfer_id, _ATTEMPT)
+        root = RootDigest(self.ticket.transfer_id, self.attempt)
         for chunk in self.chunks:
             root.add(chunk, self._digests[chunk.seq])
         if root.finish(finish.carry, finish.extra) != finish.root:
@@ -347,7 +355,9 @@ class Fetch:
             return
         self.machine.handle(ReceiverEvent.COMPLETE)
         assert self._session is not None
-        self._session.send(Commit(transfer_id=self.ticket.transfer_id, attempt=_ATTEMPT, root=finish.root))
+        self._session.send(
+            Commit(transfer_id=self.ticket.transfer_id, attempt=self.attempt, root=finish.root)
+        )
         self._outcome.set_result(finish)
 
     def _stop_clock(self) -> None:
@@ -375,7 +385,7 @@ class Fetch:
             session.send(
                 Abort(
                     transfer_id=self.ticket.transfer_id,
-                    attempt=_ATTEMPT,
+                    attempt=self.attempt,
                     generation=self.ticket.generation,
                     credits=self._num_posted,
                     reason=reason,
@@ -401,10 +411,25 @@ class Fetch:
             self._staging.clear()
             return {}
         self.machine.handle(ReceiverEvent.STUCK)
-        stuck: dict[int, list[int]] = {}
+        blocks: dict[int, tuple[int, ...]] = {}
         for seq in self._requests:
+            chunk = self.chunks[seq]
             if seq not in self._staging:  # a staging buffer is ours anyway
-                stuck.setdefault(self.chunks[seq].group, []).extend(self._block_ids(self.chunks[seq]))
-        blocks = {g: tuple(ids) for g, ids in stuck.items()}
+                self._stuck[seq] = tuple(self._block_ids(chunk))
+                blocks[chunk.group] = blocks.get(chunk.group, ()) + self._stuck[seq]
         self._receiver.quarantine(blocks, session.lane)
         return blocks
+
+    def caller_knows(self) -> None:
+        """The outcome, and with it the blocks in quarantine, has been told: only now can they be returned."""
+        self._caller_knows = True
+        self._release_quiet()
+
+    def _release_quiet(self) -> None:
+        if not self._caller_knows:
+            return
+        for seq in [seq for seq in self._stuck if seq not in self._requests]:
+            self._receiver.release_quarantine(self.chunks[seq].group, self._stuck.pop(seq))
+        if not self._requests and self.machine.allows(ReceiverEvent.QUIET):
+            self.machine.handle(ReceiverEvent.QUIET)
+            self._staging.clear()

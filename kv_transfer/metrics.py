@@ -20,7 +20,8 @@ class TransferMetrics:
     leases_expired: int = 0
     retries: int = 0
     fences_forced: int = 0
-    blocks_quarantined: int = 0
+    blocks_quarantined: int = 0  # ever
+    blocks_in_quarantine: int = 0  # now
     peers_lost: int = 0
     peers_suspected: int = 0
     messages_unexpected: int = 0  # late, duplicate, foreign or undecodable: counted, never fatal

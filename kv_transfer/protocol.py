@@ -192,16 +192,15 @@ ToReceiver = (
 
 # --- data tags ----------------------------------------------------------------------------------------------
 
-_SLOT_BITS, _ATTEMPT_BITS, _SEQ_BITS = 32, 8, 24
+_ATTEMPT_BITS, _SEQ_BITS = 40, 24
 MAX_CHUNKS = 1 << _SEQ_BITS
 
 
-def tag_base(slot: int, attempt: int) -> int:
-    """Tags are chosen by the receiving process, so they are unique where they are matched: slots count up for
-    the life of the process and attempts never share one."""
-    assert 0 <= slot < 1 << _SLOT_BITS
+def tag_base(attempt: int) -> int:
+    """Tags are chosen by the receiving process, so they are unique where they are matched: attempts are
+    numbered over the life of the process, those for the same transfer too."""
     assert 0 <= attempt < 1 << _ATTEMPT_BITS
-    return (slot << (_ATTEMPT_BITS + _SEQ_BITS)) | (attempt << _SEQ_BITS)
+    return attempt << _SEQ_BITS
 
 
 # --- state machines -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import TransferError, TransferFailed
 from common.kv_ticket import KVTicket
@@ -40,6 +40,23 @@ class FetchResult:
     transport: str
 
 
+@dataclass
+class _Opening:
+    """A session and the attempt to have it, which goes on for later fetches when earlier ones gave up."""
+
+    started: float  # loop time
+    reached: asyncio.Event = field(default_factory=asyncio.Event)  # the peer's host has answered
+    task: "asyncio.Task[ReceiverSession]" = field(init=False)
+
+    @property
+    def is_usable(self) -> bool:
+        """It stands, or may still come to."""
+        task = self.task
+        return not task.done() or (
+            not task.cancelled() and task.exception() is None and task.result().lost is None
+        )
+
+
 class KvReceiver:
     """All methods must be called on one event loop."""
 
@@ -51,8 +68,10 @@ class KvReceiver:
         *,
         engine_id: str | None = None,
         transports: Mapping[str, Transport] | None = None,
+        on_quiet: Callable[[Mapping[int, tuple[int, ...]]], None] | None = None,
     ) -> None:
-        """``transports``: already started ones, in place of those that ``config.transport`` names (tests)."""
+        """``on_quiet(blocks)``: blocks that a TransferFailed named as quarantined are the caller's again.
+        ``transports``: already started ones, in place of those that ``config.transport`` names (tests)."""
         self.pools = pools
         self.fingerprint = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
         self.config = config
@@ -61,10 +80,12 @@ class KvReceiver:
         self.metrics = TransferMetrics()
         self.transports: dict[str, Transport] = dict(transports or {})
         self._starting = asyncio.Lock()
-        self._sessions: dict[tuple[str, int], asyncio.Task[ReceiverSession]] = {}
+        self._on_quiet = on_quiet
+        self._sessions: dict[tuple[str, int], _Opening] = {}
         self._fetches: set[asyncio.Task[FetchResult]] = set()
-        self._next_slot = 0
-        self._stuck_lanes: list[Lane] = []  # hold the buffers of quarantined blocks
+        self._last_attempt = 0
+        # lanes that could not be fenced, and who goes on trying; they hold the buffers of quarantined blocks
+        self._stuck_lanes: dict[Lane, asyncio.Task[None]] = {}
         self.quarantined: dict[int, set[int]] = {}  # group -> destination blocks that may still be written
         self._closed = False
 
@@ -107,6 +128,7 @@ class KvReceiver:
                     fetch.cancel("cancelled by the caller")
                 cancelled = True
         error = None if task.cancelled() else task.exception()
+        asyncio.get_running_loop().call_soon(fetch.caller_knows)
         if cancelled and not (isinstance(error, TransferFailed) and error.quarantined):
             raise asyncio.CancelledError
         return task.result()
@@ -115,7 +137,7 @@ class KvReceiver:
         """Tells the prefill node that nobody will fetch this; best effort (its lease ends otherwise)."""
         try:
             async with asyncio.timeout(self.config.connect_timeout_s):
-                session = await self.session(ticket)
+                session = await self._session(ticket)
         except (TransferError, TimeoutError) as error:
             logger.info("transfer %s: drop was not delivered: %s", ticket.transfer_id, error)
             return
@@ -125,7 +147,7 @@ class KvReceiver:
         """Cancels every fetch (each fences), then closes connections and transports."""
         self._closed = True
         fetches = list(self._fetches)
-        sessions = list(self._sessions.values())
+        sessions = [opening.task for opening in self._sessions.values()]
         for task in sessions:
             if not task.done():
                 task.cancel()
@@ -135,26 +157,45 @@ class KvReceiver:
                 await task.result().close("this node is shutting down")
         if fetches:
             await asyncio.wait(fetches)
+        watches = list(self._stuck_lanes.values())
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
         for transport in self.transports.values():
             await transport.close()
 
     # --- for fetches and sessions ---
 
     async def session(self, ticket: KVTicket) -> ReceiverSession:
+        """The live session with the ticket's process, which was not silent lately: computing the prompt here
+        is better than waiting for one that may be dead."""
+        session = await self._session(ticket)
+        if session.is_suspect:
+            session.send_drop(ticket)
+            raise TransferFailed(
+                f"suspect: {ticket.host}:{ticket.port} has been silent for suspect_s "
+                f"{self.config.suspect_s} s"
+            )
+        return session
+
+    async def _session(self, ticket: KVTicket) -> ReceiverSession:
         """The live session with the ticket's process. One connection attempt serves all who wait for it."""
         await self.start()
+        loop = asyncio.get_running_loop()
         key = (ticket.host, ticket.port)
         for connects_left in reversed(range(_MAX_CONNECTS)):
-            task = self._sessions.get(key)
-            if task is None or (task.done() and not _is_live(task)):
-                task = asyncio.get_running_loop().create_task(ReceiverSession.open(self, *key))
-                task.add_done_callback(_note_seen)
-                self._sessions[key] = task
+            opening = self._sessions.get(key)
+            if opening is None or not opening.is_usable:
+                opening = _Opening(loop.time())
+                opening.task = loop.create_task(ReceiverSession.open(self, *key, opening.reached.set))
+                opening.task.add_done_callback(_note_seen)
+                self._sessions[key] = opening
             try:
+                await self._wait_for_host(opening, ticket)
                 # shielded: a caller that gives up must not break the connection for the others
-                session = await asyncio.shield(task)
+                session = await asyncio.shield(opening.task)
             except asyncio.CancelledError:
-                if not task.cancelled():
+                if not opening.task.cancelled():
                     raise
                 raise TransferFailed("closed: this node is shutting down") from None
             reason = session.differs_from(ticket)
@@ -167,16 +208,55 @@ class KvReceiver:
             break
         raise TransferFailed(f"incarnation: {reason}")
 
-    def new_slot(self) -> int:
-        self._next_slot += 1
-        return self._next_slot
+    async def _wait_for_host(self, opening: _Opening, ticket: KVTicket) -> None:
+        """A kernel answers at once however busy its processes are: where none does, the network is cut or
+        the host is gone. The attempt goes on; the fetches that come meanwhile do not wait again."""
+        loop = asyncio.get_running_loop()
+        if opening.task.done() or opening.reached.is_set():
+            return
+        reached = loop.create_task(opening.reached.wait())
+        left_s = opening.started + self.config.suspect_s - loop.time()
+        try:
+            await asyncio.wait(
+                {opening.task, reached}, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            reached.cancel()
+        if not opening.task.done() and not opening.reached.is_set():
+            raise TransferFailed(
+                f"connect: {ticket.host}:{ticket.port} has not taken a connection within suspect_s "
+                f"{self.config.suspect_s} s"
+            )
 
-    def quarantine(self, blocks: Mapping[int, tuple[int, ...]], lane: Lane | None) -> None:
+    def new_attempt(self) -> int:
+        """Never the same twice: what comes late for one fetch must not reach another."""
+        self._last_attempt += 1
+        return self._last_attempt
+
+    def quarantine(self, blocks: Mapping[int, tuple[int, ...]], lane: Lane) -> None:
+        """Receives into these blocks did not end. They stay out of use until they do, however long."""
         for group, ids in blocks.items():
             self.quarantined.setdefault(group, set()).update(ids)
             self.metrics.blocks_quarantined += len(ids)
-        if lane is not None and lane not in self._stuck_lanes:
-            self._stuck_lanes.append(lane)
+            self.metrics.blocks_in_quarantine += len(ids)
+        logger.error("KV transfer: blocks %s stay out of use: their receives do not end", dict(blocks))
+        if lane not in self._stuck_lanes:
+            watch = asyncio.get_running_loop().create_task(self._fence_on(lane))
+            self._stuck_lanes[lane] = watch
+            watch.add_done_callback(lambda _: self._stuck_lanes.pop(lane, None))
+
+    async def _fence_on(self, lane: Lane) -> None:
+        while not await lane.fence(0.0):
+            await asyncio.sleep(self.config.heartbeat_s)
+
+    def release_quarantine(self, group: int, blocks: tuple[int, ...]) -> None:
+        """Their receives are terminal: the blocks are the caller's again."""
+        self.quarantined[group].difference_update(blocks)
+        if not self.quarantined[group]:
+            del self.quarantined[group]
+        self.metrics.blocks_in_quarantine -= len(blocks)
+        if self._on_quiet is not None:
+            self._on_quiet({group: blocks})
 
     async def _run(self, fetch: Fetch) -> FetchResult:
         loop = asyncio.get_running_loop()
@@ -240,7 +320,3 @@ def _note_seen(task: "asyncio.Task[ReceiverSession]") -> None:
     """A failed connection is reported to whoever waits; nobody may be left to."""
     if not task.cancelled():
         task.exception()
-
-
-def _is_live(task: "asyncio.Task[ReceiverSession]") -> bool:
-    return not task.cancelled() and task.exception() is None and task.result().lost is None

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -62,12 +63,16 @@ class ReceiverSession:
         self._counted = False  # in `sessions_open`: one that is lost while it opens never was
 
     @classmethod
-    async def open(cls, receiver: "KvReceiver", host: str, port: int) -> "ReceiverSession":
-        """Connects, compares fingerprints and opens a lane. Raises IncompatiblePeer or TransferFailed."""
+    async def open(
+        cls, receiver: "KvReceiver", host: str, port: int, reached: Callable[[], None]
+    ) -> "ReceiverSession":
+        """Connects (then calls ``reached``), compares fingerprints and opens a lane. Raises IncompatiblePeer
+        or TransferFailed."""
         config = receiver.config
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 reader, writer = await asyncio.open_connection(host, port)
+                reached()
                 session: ReceiverSession
                 decoder = msgspec.msgpack.Decoder[ToReceiver](ToReceiver)
                 connection = ControlConnection[ToReceiver](
@@ -87,10 +92,15 @@ class ReceiverSession:
                 f"connect: prefill node {host}:{port} did not answer within connect_timeout_s "
                 f"{config.connect_timeout_s} s"
             ) from error
+        except (TransferFailed, IncompatiblePeer):
+            raise
         except VersionMismatch as error:
             raise IncompatiblePeer(str(error)) from error
         except (OSError, ConnectionLost, TransportError) as error:
             raise TransferFailed(f"connect: no session with prefill node {host}:{port}: {error}") from error
+        except Exception as error:
+            logger.exception("KV transfer: opening a session with %s:%d broke", host, port)
+            raise TransferFailed(f"internal: no session with {host}:{port}: {error!r}") from error
         if session.lost is None:
             session._counted = True
             receiver.metrics.sessions_open += 1
@@ -147,7 +157,7 @@ class ReceiverSession:
 
     async def _probe(self, lane: Lane, name: str, token: bytes) -> None:
         buffer = bytearray(TOKEN_BYTES)
-        tag = tag_base(self._receiver.new_slot(), 0)
+        tag = tag_base(self._receiver.new_attempt())
         arrived = asyncio.Event()
         request = lane.post_recv(tag, memoryview(buffer))
         request.add_done_callback(lambda _: arrived.set())
@@ -210,6 +220,10 @@ class ReceiverSession:
 
     def renewals(self) -> tuple[str, ...]:
         return tuple(transfer_id for transfer_id, _ in self.fetches)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self._connection.suspect
 
     def send(self, message: Message) -> None:
         self._connection.send(message)

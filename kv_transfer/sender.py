@@ -150,8 +150,7 @@ class KvSender:
             offer.blocks.setdefault(group, {}).update(placed)
         offer.final_upto = max(offer.final_upto, final_upto)
         offer.touch(self._loop.time())
-        if offer.serve is not None:
-            offer.serve.pump()
+        self._pump(offer)
         return True
 
     def finish(self, transfer_id: str, carry: bytes, extra: bytes = b"") -> bool:
@@ -162,9 +161,17 @@ class KvSender:
             return False
         offer.finished = (carry, extra)
         offer.touch(self._loop.time())
-        if offer.serve is not None:
-            offer.serve.pump()
+        self._pump(offer)
         return True
+
+    def _pump(self, offer: Offer) -> None:
+        """An error while posting is this transfer's, not the node's that has just computed a block."""
+        try:
+            if offer.serve is not None:
+                offer.serve.pump()
+        except Exception as error:
+            logger.exception("transfer %s broke", offer.transfer_id)
+            self.stop(offer, SenderEvent.FAIL, f"internal: {error!r}")
 
     def cancel(self, transfer_id: str, reason: str) -> None:
         """Our own node gives up; a reader is told. Legal at any time, also for an unknown id."""
@@ -186,6 +193,7 @@ class KvSender:
 
     def remember_asker(self, transfer_id: str, session: SenderSession) -> None:
         self._askers[transfer_id] = session
+        self._dropped_early.pop(transfer_id, None)  # somebody wants it after all
 
     def drop(self, transfer_id: str, generation: int, reason: str) -> None:
         """D does not want the transfer, perhaps before we have heard of it. Touches no hold that somebody

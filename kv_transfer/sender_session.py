@@ -47,6 +47,7 @@ class SenderSession:
         self._sender = sender
         self._loop = asyncio.get_running_loop()
         self._lane: Lane | None = None
+        self._lane_token = b""
         self._serves: dict[tuple[str, int], Serve] = {}
         self._hello: Hello | None = None
 
@@ -158,6 +159,10 @@ class SenderSession:
         """A second lane replaces the first: D found the first one unusable."""
         sender, hello = self._sender, self._hello
         assert hello is not None
+        if request.token == self._lane_token:  # heard before: the lane it asked for is in use
+            sender.metrics.messages_unexpected += 1
+            return
+        self._lane_token = request.token
         transport = sender.transports.get(request.transport)
         try:
             if transport is None:

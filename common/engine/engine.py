@@ -4,6 +4,7 @@
     reserve(request, cut)            D: local hits kept, the rest reserved, state RECEIVING_KV
     kv_arrived(id, upto, carry, first)  D: positions below `upto` are in place; token L, if P sampled it
     kv_failed(id, final_upto, ...)   D: the transfer broke; compute the rest here
+    kv_quiet(blocks)                 D: nothing can write to these blocks of a broken transfer any more
     release(id)                      the hold is over, blocks return to the pool
     abort(id)                        legal in every state
     step()                           schedule, run, apply
@@ -56,6 +57,9 @@ class Engine:
         self, request_id: str, final_upto: int, quarantined: Mapping[int, Sequence[int]] | None = None
     ) -> None:
         self.scheduler.kv_failed(request_id, final_upto, quarantined or {})
+
+    def kv_quiet(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        self.scheduler.kv_quiet(blocks)
 
     def release(self, request_id: str) -> None:
         self.scheduler.release(request_id)

@@ -144,6 +144,10 @@ class Scheduler:
         self.kv.quarantine(request, quarantined)
         self._fail(request, final_upto)
 
+    def kv_quiet(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Blocks in quarantine can be used again: old owner the transfer, new owner the pool."""
+        self.kv.release_quarantine(blocks)
+
     def _fail(self, request: Request, final_upto: int) -> None:
         self.kv.register_final(request, min(final_upto, max(0, request.num_tokens - self.config.tail)))
         self._restart(request)

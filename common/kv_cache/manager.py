@@ -195,6 +195,10 @@ class KVCacheManager:
                 table = request.tables[g]
                 table[table.index(block)] = NULL_BLOCK
 
+    def release_quarantine(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        for g, ids in blocks.items():
+            self.pools[g].release_quarantine(ids)
+
     def wanted(self, request: Request, cut: int) -> dict[int, dict[int, int]]:
         """{KV group: {block position: block}} of a reserved request that a hand-over must fill."""
         wanted = {}

@@ -100,9 +100,10 @@ class StuckReceiver(KvReceiver):
     """Every transfer breaks, and one destination block may still be written to."""
 
     def __init__(self, like: KvReceiver) -> None:
-        super().__init__(like.pools, like.fingerprint, like.config)
+        super().__init__(like.pools, like.fingerprint, like.config, on_quiet=like._on_quiet)
         self.go = asyncio.Event()
         self.broken: set[str] = set()
+        self.block = 0
 
     async def fetch(
         self,
@@ -113,7 +114,13 @@ class StuckReceiver(KvReceiver):
     ) -> FetchResult:
         await self.go.wait()
         self.broken.add(ticket.transfer_id)
-        raise TransferFailed("lane", final_upto=0, quarantined={0: [want[0][2]]})
+        self.block = want[0][2]
+        raise TransferFailed("lane", final_upto=0, quarantined={0: [self.block]})
+
+    def end(self) -> None:
+        """The block is quiet after all."""
+        assert self._on_quiet is not None
+        self._on_quiet({0: (self.block,)})
 
 
 def scenario(story: Callable[[], Awaitable[None]]) -> None:
@@ -188,7 +195,9 @@ def test_a_refused_prefill_ends_the_wait_of_its_decode_node(why: str) -> None:
     scenario(story)
 
 
-def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine() -> None:
+def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine_until_they_are_quiet() -> (
+    None
+):
     async def story() -> None:
         async with decode_node() as (hub, node, d):
             d.receiver = stuck = StuckReceiver(d.receiver)
@@ -206,6 +215,8 @@ def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine
             assert end.reason == "abort"
             pool = d.runtime.built.engine.scheduler.kv.pools[0]
             assert pool.num_free == pool.num_usable == pool.num_blocks - 2, "the stuck block came back"
+            stuck.end()
+            await eventually(lambda: pool.num_free == pool.num_usable == pool.num_blocks - 1)
 
     scenario(story)
 

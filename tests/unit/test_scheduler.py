@@ -349,7 +349,7 @@ def test_a_broken_transfer_keeps_what_is_final() -> None:
     run(engine)
     assert outputs_of(request) == continuation(range(30), 4)
     assert engine.scheduler.kv.pools[0].num_free == 63
-    engine.scheduler.kv.pools[0].release_quarantine((stuck,))
+    engine.kv_quiet({0: (stuck,)})
     assert is_whole(engine)
 
 
