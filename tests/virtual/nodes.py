@@ -65,7 +65,7 @@ class Plan:
 class PrefillNode:
     def __init__(self, world: World, name: str, host: str, config: TransferConfig) -> None:
         self.process = world.start(name, host)
-        self.memory = Memory(world.fabric, NUM_BLOCKS, world.random)
+        self.memory = Memory(world.fabric, 2 * NUM_BLOCKS, world.random)
         self.config = config
         self.released: Counter[str] = Counter()
         self.offered: Counter[str] = Counter()

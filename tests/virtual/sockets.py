@@ -223,6 +223,10 @@ class Network:
         protocol.connection_made(socket)
         opened.set_result((socket, protocol))
 
+    def end(self) -> None:
+        for socket in self.sockets:
+            socket.gone = socket._closing = True
+
     def killed(self, process: "Process") -> None:
         for socket in [s for s in self.sockets if s.process is process]:
             del self.sockets[socket]

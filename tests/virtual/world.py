@@ -340,6 +340,7 @@ class World:
         self.problems.append(what)
 
     def end(self) -> None:
+        self.network.end()
         for process in self._dead + self.processes:
             process.alive = False
             process.loop.unwind()
