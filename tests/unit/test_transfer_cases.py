@@ -84,7 +84,7 @@ def pair() -> Iterator[Pair]:
 
 def plan_of(number: int, **changes: object) -> Plan:
     plan = Plan(number, 12, 0, frozenset(), 0.0, 0.0, 12, 0.01)
-    return Plan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, **changes})  # type: ignore[arg-type]
+    return Plan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, **changes})
 
 
 # --- leases and tickets -------------------------------------------------------------------------------------
