@@ -18,8 +18,6 @@ from tests.builders import REPOSITORY, make_request
 OUTPUT_TOKENS = 64
 TINY_GOAL = (0.75, 0.58, 0.45, 0.36)  # cumulative, by position
 SMOLLM2_GOAL, SMOLLM2_GOAL_LENGTH = 0.55, 1.9
-# What the shipped sidecar must not fall below on its CI prompts; its goal is not reached yet.
-SMOLLM2_FLOOR, SMOLLM2_FLOOR_LENGTH = 0.47, 1.78
 
 
 def measure(model: str, prompts: list[list[int]], output_tokens: int = OUTPUT_TOKENS) -> SpecStats:
@@ -55,8 +53,8 @@ def test_baton_tiny_on_documentation() -> None:
 
 def test_smollm2_on_chat_prompts() -> None:
     stats = measure("smollm2-135m-instruct", prompts_of("acceptance_chat.json", 6), output_tokens=48)
-    assert cumulative(stats)[0] >= SMOLLM2_FLOOR, stats
-    assert stats.acceptance_length >= SMOLLM2_FLOOR_LENGTH, stats
+    assert cumulative(stats)[0] >= SMOLLM2_GOAL, stats
+    assert stats.acceptance_length >= SMOLLM2_GOAL_LENGTH, stats
 
 
 @pytest.mark.slow
@@ -66,7 +64,6 @@ def test_baton_tiny_on_all_held_out_documentation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the sidecar needs more on-policy text: docs/mtp-training.md")
 def test_smollm2_reaches_its_goal_on_all_held_out_chat_prompts() -> None:
     stats = measure("smollm2-135m-instruct", prompts_of("acceptance_chat.json", None))
     assert cumulative(stats)[0] >= SMOLLM2_GOAL, stats
