@@ -15,7 +15,7 @@ from tests.virtual.history import PROFILES, run_history
 from tests.virtual.mutants import MUTANTS
 
 PER_PROFILE = 500  # times six profiles: 3,000 histories, about 50 s of one core
-SLOW_PER_PROFILE = 20_000
+SLOW_PER_PROFILE = 5_000
 
 # what must have happened, and how often at least in 500 histories; else the test would look at nothing
 EXPECTED = {

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.protocol import PROTOCOL_VERSION, Abort, Heartbeat, Hello, Message, PullOk
+from kv_transfer.protocol import PROTOCOL_VERSION, Abort, Heartbeat, Hello, Message, OpenLane, PullOk
+from tests.virtual.lanes import FakeLane
 from tests.virtual.nodes import NUM_BLOCKS, PORT, DecodeNode, Ended, Plan, PrefillNode
 from tests.virtual.world import World
 
@@ -223,6 +224,20 @@ def test_a_batch_cancelled_at_random_bytes() -> None:
     assert it.world.fabric.num_pending() == 0
 
 
+def test_given_up_before_the_offer_and_wanted_again() -> None:
+    with pair() as it:
+        plan = plan_of(1)
+        it.ask(plan)
+        it.world.pass_time(0.5)
+        it.abort(plan)
+        assert it.end_of(plan).what == "cancelled"
+        it.ask(plan)
+        it.world.pass_time(0.5)
+        it.offer(plan)
+        it.until(lambda: len(it.d.ended) == 2)
+        assert it.d.ended[1].what == "committed", it.d.ended[1]
+
+
 # --- what fits and what is there already --------------------------------------------------------------------
 
 
@@ -343,6 +358,38 @@ def test_a_peer_that_speaks_garbage_is_shut_out_and_harms_nobody(what: bytes) ->
         assert not [socket for socket in it.world.network.sockets if socket.process is stranger]
         it.p.sender.finish("t1", b"carry of 1/1", b"extra")
         assert it.end_of(plan).what == "committed"
+
+
+def test_a_repeated_request_for_a_lane_leaves_the_lane_alone() -> None:
+    with pair() as it:
+        assert it.transfer(1).what == "committed"
+        (mine,) = [opening.task.result() for opening in it.d.receiver._sessions.values()]
+        assert isinstance(mine.lane, FakeLane)
+        again = OpenLane(transport="fake", token=mine.lane.token, probe_tag=1 << 24)
+        it.d.process.loop.deliver(mine.send, again)
+        it.world.pass_time(2.0)
+        assert it.p.sender.metrics.messages_unexpected == 1
+        assert it.transfer(2).what == "committed"
+
+
+def test_a_receive_that_fails_to_post_fails_its_transfer_at_once() -> None:
+    with pair() as it:
+        plan = plan_of(1, num_blocks=30)
+        it.moving(plan)
+        it.world.fabric.bug = (
+            "recv"  # when the next window is posted, in the callback of a receive that ended
+        )
+        end = it.end_of(plan, 3.0)
+        assert end.reason.startswith("internal: RuntimeError('a bug in post_recv')")
+        assert it.transfer(2).what == "committed"
+
+
+def test_a_drop_finds_a_lane_that_fails_to_post_and_is_only_not_delivered() -> None:
+    with pair() as it:
+        it.world.fabric.bug = "recv"
+        plan = plan_of(1, drop=True)
+        it.ask(plan)
+        assert it.end_of(plan).what == "dropped"
 
 
 # --- liveness -----------------------------------------------------------------------------------------------

@@ -275,6 +275,7 @@ class History:
     def _probe(self, number: int) -> None:
         """The pairs recover: a transfer between every two of them commits, and soon."""
         world = self.world
+        world.pass_time(CONFIG.heartbeat_s + 0.1)  # nobody is suspect any more
         for p, prefill in enumerate(self.prefills):
             for d, decode in enumerate(self.decodes):
                 end = self._transfer_one(prefill, decode, 100 + number + 10 * p + d)
