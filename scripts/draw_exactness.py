@@ -10,7 +10,6 @@ and pads. A slot is exact iff the token that it was computed from is known now a
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from common.engine.rules import final_upto
 from common.engine.speculator import MtpSpeculator, Rows
 from common.request import Request, SamplingParams
 from router.policy import cut_of
+from scripts.svg import FAINT, INK, LINE, page, text_at
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "img" / "provisional-slots.svg"
 PROMPT = tuple(range(40, 51))  # any ids
@@ -247,10 +247,9 @@ def _prefill_side(built: BuiltEngine) -> Panel:
 
 CELL, ROW, LEFT, TOP, PANEL, NOTES = 27, 22, 82, 98, 214, 268
 WIDTH = LEFT + COLUMNS * CELL + NOTES
-INK, FAINT, LINE = "#1f2328", "#656d76", "#d0d7de"
 FILLS = {"exact": "#a5d0ff", "provisional": "#ffd68a", "stale": "#f7a9a8", "unwritten": "#ffffff"}
 EDGES = {"exact": "#5b9bd5", "provisional": "#c98a1b", "stale": "#cf222e", "unwritten": "#8c959f"}
-CARRY, FINAL, CUT = "#8250df", "#1a7f37", "#1f2328"
+CARRY, FINAL, CUT = "#8250df", "#1a7f37", INK
 
 
 def _box(x: float, y: float, state: str, text: str, *, fresh: bool = False) -> str:
@@ -259,30 +258,13 @@ def _box(x: float, y: float, state: str, text: str, *, fresh: bool = False) -> s
     return (
         f'<rect x="{x + 1.5:g}" y="{y + 1.5:g}" width="{CELL - 3}" height="{ROW - 3}" rx="2" '
         f'fill="{FILLS[state]}" stroke="{EDGES[state]}" stroke-width="{weight}"{dash}/>'
-        + _text(x + CELL / 2, y + ROW / 2 + 4, text, anchor="middle", size=10.5)
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "start",
-    size: float = 12,
-    fill: str = INK,
-    bold: bool = False,
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}" fill="{fill}"{weight}>'
-        f"{escape(text)}</text>"
+        + text_at(x + CELL / 2, y + ROW / 2 + 4, text, anchor="middle", size=10.5)
     )
 
 
 def _draw_panel(panel: Panel, y: float, num_modules: int) -> list[str]:
     """One picture: token row, trunk row, a row a module; lines at `final` and at the cut."""
-    parts = [_text(16, y, panel.title, size=13.5, bold=True)]
+    parts = [text_at(16, y, panel.title, size=13.5, bold=True)]
     rows_y = y + 28
     last = len(panel.known) - 1
 
@@ -290,12 +272,12 @@ def _draw_panel(panel: Panel, y: float, num_modules: int) -> list[str]:
         return LEFT + position * CELL
 
     parts += [
-        _text(x_of(p) + CELL / 2, rows_y - 5, str(p), anchor="middle", size=9.5, fill=FAINT)
+        text_at(x_of(p) + CELL / 2, rows_y - 5, str(p), anchor="middle", size=9.5, fill=FAINT)
         for p in range(COLUMNS)
     ]
     labels = ["token", "trunk", *(f"module {m}" for m in range(num_modules))]
     for i, label in enumerate(labels):
-        parts.append(_text(LEFT - 8, rows_y + i * ROW + 15, label, anchor="end"))
+        parts.append(text_at(LEFT - 8, rows_y + i * ROW + 15, label, anchor="end"))
     for p in range(last + 1):
         parts.append(_box(x_of(p), rows_y, "exact", "T" if p == last else ""))
     for i in range(len(panel.drafts)):
@@ -321,9 +303,9 @@ def _draw_panel(panel: Panel, y: float, num_modules: int) -> list[str]:
             )
     parts += _marks(panel, x_of, rows_y, (2 + num_modules) * ROW)
     note_x = LEFT + COLUMNS * CELL + 14
-    parts += [_text(note_x, rows_y + 15 + 18 * i, note) for i, note in enumerate(panel.notes)]
+    parts += [text_at(note_x, rows_y + 15 + 18 * i, note) for i, note in enumerate(panel.notes)]
     figures = f"T = {last}, final = {panel.final}"
-    parts.append(_text(note_x, rows_y + 15 + 18 * len(panel.notes) + 4, figures, fill=FAINT))
+    parts.append(text_at(note_x, rows_y + 15 + 18 * len(panel.notes) + 4, figures, fill=FAINT))
     return parts
 
 
@@ -336,14 +318,14 @@ def _marks(panel: Panel, x_of: Callable[[int], float], y: float, height: float) 
             f'<rect x="{x:g}" y="{y + ROW:g}" width="{width}" height="{ROW}" rx="3" fill="none" '
             f'stroke="{CARRY}" stroke-width="2.4"/>'
         )
-        parts.append(_text(x + width / 2, y + ROW + 15, "carry", anchor="middle", size=9, fill=CARRY))
+        parts.append(text_at(x + width / 2, y + ROW + 15, "carry", anchor="middle", size=9, fill=CARRY))
     x = x_of(panel.final)
     parts.append(_line(x, y + ROW - 2, y + height + 4, FINAL))
-    parts.append(_text(x - 4, y + height + 13, "final", anchor="end", size=10.5, fill=FINAL))
+    parts.append(text_at(x - 4, y + height + 13, "final", anchor="end", size=10.5, fill=FINAL))
     if panel.cut is not None:
         x = x_of(panel.cut)
         parts.append(_line(x, y - 2, y + height + 4, CUT))
-        parts.append(_text(x + 4, y + height + 13, f"C = {panel.cut}", size=10.5, fill=CUT))
+        parts.append(text_at(x + 4, y + height + 13, f"C = {panel.cut}", size=10.5, fill=CUT))
     return parts
 
 
@@ -352,7 +334,7 @@ def _line(x: float, top: float, bottom: float, colour: str) -> str:
 
 
 def _legend() -> list[str]:
-    parts = [_text(16, 28, "Which KV slots of the MTP modules are exact when", size=16, bold=True)]
+    parts = [text_at(16, 28, "Which KV slots of the MTP modules are exact when", size=16, bold=True)]
     x = 16.0
     for state, words in (
         ("exact", "exact: read a known token"),
@@ -360,30 +342,23 @@ def _legend() -> list[str]:
         ("stale", "stale: read a draft that is gone"),
         ("unwritten", "unwritten"),
     ):
-        parts += [_box(x, 40, state, ""), _text(x + CELL + 4, 55, words)]
+        parts += [_box(x, 40, state, ""), text_at(x + CELL + 4, 55, words)]
         x += CELL + 24 + 6.6 * len(words)
     parts += [_box(16, 64, "exact", "9", fresh=True)]
     words = "thick edge: written in this step; number: the token that the slot is computed from, p+m+1"
-    parts.append(_text(16 + CELL + 4, 79, words))
+    parts.append(text_at(16 + CELL + 4, 79, words))
     return parts
 
 
 def drawing(panels: Sequence[Panel]) -> str:
-    """The SVG document; opaque, so that it reads the same on light and dark pages."""
     num_modules = 1 + max(m for m, _ in panels[0].read)
     height = TOP + len(panels) * PANEL + 4
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="#ffffff" '
-        f'stroke="{LINE}"/>',
-        *_legend(),
-    ]
+    parts = _legend()
     for i, panel in enumerate(panels):
         y = TOP + i * PANEL
         parts.append(f'<line x1="16" x2="{WIDTH - 16}" y1="{y}" y2="{y}" stroke="{LINE}"/>')
         parts += _draw_panel(panel, y + 22, num_modules)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return page(WIDTH, height, parts)
 
 
 def main() -> int:
