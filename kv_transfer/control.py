@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 from kv_transfer.config import TransferConfig
 from kv_transfer.metrics import TransferMetrics
 from kv_transfer.protocol import PROTOCOL_VERSION, Heartbeat, Message
@@ -87,7 +87,7 @@ class ControlConnection(Generic[M]):
             )
         try:
             return self._decoder.decode(memoryview(frame)[1:])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ConfigError) as error:
             self._metrics.messages_unexpected += 1
             raise ConnectionLost(f"{self.peer} sent an undecodable message: {error}") from error
 

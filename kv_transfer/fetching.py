@@ -1,8 +1,8 @@
 """Decode side, per transfer: posts receives, gives credit, verifies, places, reports, and fences at the end.
 
 Driven by messages and by receives that end; the only waits are for the outcome and for quiet. A receive lands
-directly in the destination blocks where their ids are consecutive, else in a staging buffer that is scattered
-after its digest was checked.
+directly in the destination blocks where their ids are consecutive and it brings all of them (not only some
+heads), else in a staging buffer that is scattered after its digest was checked.
 """
 
 import asyncio
@@ -44,6 +44,7 @@ from kv_transfer.protocol import (
     receiver_machine,
     tag_base,
 )
+from kv_transfer.relayout import scatter_mapped
 from kv_transfer.transport import Request
 
 if TYPE_CHECKING:
@@ -240,10 +241,12 @@ class Fetch:
     def _destination(self, chunk: Chunk) -> memoryview:
         pool = self._pools.groups[chunk.group]
         ids = self._block_ids(chunk)
-        if consecutive(ids):
+        assert self._session is not None
+        pair = self._session.maps[chunk.group]
+        if pair.fills_blocks and consecutive(ids):
             return view_of(pool.array_NB[ids[0] : ids[-1] + 1])
         self._receiver.metrics.chunks_staged += 1
-        staging = view_of(np.empty(len(ids) * pool.block_bytes, np.uint8))
+        staging = view_of(np.empty(len(ids) * pair.bytes_per_block, np.uint8))
         self._staging[chunk.seq] = staging
         return staging
 
@@ -296,7 +299,12 @@ class Fetch:
             )
             return
         if staged is not None:
-            scatter(pool, ids, staged)
+            assert self._session is not None
+            pair = self._session.maps[chunk.group]
+            if pair.fills_blocks:
+                scatter(pool, ids, staged)
+            else:
+                scatter_mapped(pair, pool, ids, staged)
         self._done.add(seq)
         self.num_done += 1
         self.num_bytes += len(view)

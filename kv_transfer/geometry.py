@@ -13,7 +13,16 @@ from functools import cached_property
 
 from common.errors import ConfigError
 
-__all__ = ["BlockCopy", "GroupGeometry", "GroupMap", "HeadShare", "difference", "head_range", "sources"]
+__all__ = [
+    "BlockCopy",
+    "GroupGeometry",
+    "GroupMap",
+    "HeadShare",
+    "difference",
+    "group_maps",
+    "head_range",
+    "sources",
+]
 
 
 def head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
@@ -80,6 +89,8 @@ class GroupGeometry:
 
     def __post_init__(self) -> None:
         inside = self.inside
+        if self.block_size < 1 or self.block_bytes < 1:
+            raise ConfigError(f"a block of {self.block_size} tokens and {self.block_bytes} bytes is empty")
         if inside is not None and self.block_bytes != inside.planes * self.block_size * inside.token_bytes:
             raise ConfigError(
                 f"a block of {self.block_bytes} bytes is not {inside.planes} planes x {self.block_size} "
@@ -209,6 +220,11 @@ def difference(source: Sequence[GroupGeometry], destination: Sequence[GroupGeome
     return None
 
 
+def group_maps(source: Sequence[GroupGeometry], destination: Sequence[GroupGeometry]) -> tuple[GroupMap, ...]:
+    """By group, of two nodes between which there is no :func:`difference`."""
+    return tuple(GroupMap(a, b) for a, b in zip(source, destination, strict=True))
+
+
 def _group_difference(a: GroupGeometry, b: GroupGeometry) -> str | None:
     if a.inside is None or b.inside is None:
         if a == b:
@@ -223,4 +239,9 @@ def _group_difference(a: GroupGeometry, b: GroupGeometry) -> str | None:
             return f"{name} is {mine} and {theirs}"
     if a.block_size % b.block_size and b.block_size % a.block_size:
         return f"block_size is {a.block_size} and {b.block_size}; one must be a multiple of the other"
+    if not GroupMap(a, b).asked:
+        return (
+            f"rank {a.inside.tp_rank} of {a.inside.tp_size} has no KV head that it gives "
+            f"to rank {b.inside.tp_rank} of {b.inside.tp_size}"
+        )
     return None

@@ -1,8 +1,9 @@
 """What moves in which order: pure functions of what a decode node wants, evaluated alike on both nodes.
 
 A block holds all layers of one KV group for ``block_size`` tokens, contiguous. Blocks are paired by absolute
-position, so neither node ever learns the other's block ids. Both nodes compute the chunk list from the same
-request and compare its digest before the first byte moves.
+position, so neither node ever learns the other's block ids. Positions are counted in blocks of the decode
+node, which may be of another size than the prefill node's (see `geometry`). Both nodes compute the chunk list
+from the same request and compare its digest before the first byte moves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kv_transfer.geometry import GroupGeometry, HeadShare
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -24,6 +27,7 @@ class GroupPool:
 
     buffer: Any  # ndarray or memoryview
     block_size: int  # tokens
+    inside: HeadShare | None = None  # None: a block goes whole or not at all
 
     @cached_property
     def array_NB(self) -> Bytes:
@@ -44,15 +48,19 @@ class GroupPool:
     def block_bytes(self) -> int:
         return int(self.array_NB.shape[1])
 
+    @cached_property
+    def geometry(self) -> GroupGeometry:
+        return GroupGeometry(self.block_size, self.block_bytes, self.inside)
+
 
 @dataclass(frozen=True)
 class KvPools:
     groups: tuple[GroupPool, ...]
 
-    @property
-    def geometry(self) -> tuple[tuple[int, int], ...]:
-        """(block_size tokens, block_bytes) per group: must be equal on both nodes; pool sizes may differ."""
-        return tuple((g.block_size, g.block_bytes) for g in self.groups)
+    @cached_property
+    def geometry(self) -> tuple[GroupGeometry, ...]:
+        """Of every group: what the nodes compare when they meet. Pool sizes are no part of it."""
+        return tuple(g.geometry for g in self.groups)
 
 
 @dataclass(frozen=True)
@@ -64,21 +72,21 @@ class Chunk:
     positions: tuple[int, ...]
 
 
-Geometry = Sequence[tuple[int, int]]  # (block_size, block_bytes) per group
-
-
 # A chunk spans at most so many tokens: a group of small blocks (a module's) would otherwise pack a whole
 # prompt into one chunk, and nothing of the prompt would count as arrived before its end.
 MAX_SPAN_TOKENS = 256
 
 
-def plan_chunks(want: Mapping[int, Sequence[int]], geometry: Geometry, chunk_bytes: int) -> tuple[Chunk, ...]:
+def plan_chunks(
+    want: Mapping[int, Sequence[int]], geometry: Sequence[GroupGeometry], chunk_bytes: int
+) -> tuple[Chunk, ...]:
     """Packs each group's wanted positions into chunks of at most ``chunk_bytes`` (at least one block), cut at
     absolute positions (which is where a chunked prefill ends too), ordered by the token position at which a
-    chunk becomes final, so that the first tokens of all groups go first."""
+    chunk becomes final, so that the first tokens of all groups go first. ``geometry`` is the decode node's.
+    """
     unordered: list[tuple[int, int, tuple[int, ...]]] = []
     for group, positions in want.items():
-        block_size, block_bytes = geometry[group]
+        block_size, block_bytes = geometry[group].block_size, geometry[group].block_bytes
         per_chunk = max(1, min(chunk_bytes // block_bytes, MAX_SPAN_TOKENS // block_size))
         spans: dict[int, list[int]] = {}
         for position in sorted(positions):

@@ -23,8 +23,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from common.errors import ProtocolViolation
+from kv_transfer.geometry import GroupGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 # --- messages -----------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     engine_id: str
     incarnation: str
     fingerprint: str
-    geometry: tuple[tuple[int, int], ...]
+    geometry: tuple[GroupGeometry, ...]  # by KV group
     transports: tuple[str, ...]  # usable here, best first
     addresses: dict[str, bytes]  # transport name -> its opaque address
 
@@ -46,6 +47,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     engine_id: str
     incarnation: str
+    geometry: tuple[GroupGeometry, ...]
     transports: tuple[str, ...]  # usable on both, best first
     addresses: dict[str, bytes]
 
@@ -73,7 +75,7 @@ class Pull(Message, frozen=True, kw_only=True, tag="pull"):
     attempt: int
     generation: int
     incarnation: str
-    want: dict[int, list[int]]  # group -> ascending absolute block positions
+    want: dict[int, list[int]]  # group -> ascending absolute positions of D's blocks
     chunk_bytes: int
     tag_base: int
 

@@ -11,6 +11,7 @@ import msgspec
 from common.errors import IncompatiblePeer, TransferFailed
 from common.kv_ticket import KVTicket
 from kv_transfer.control import ConnectionLost, ControlConnection, VersionMismatch
+from kv_transfer.geometry import GroupMap, group_maps
 from kv_transfer.protocol import (
     AbortAck,
     ChunkSent,
@@ -48,6 +49,7 @@ class ReceiverSession:
 
     lane: Lane
     transport: str
+    maps: tuple[GroupMap, ...]  # by group: from the prefill node's blocks to ours
 
     def __init__(self, receiver: "KvReceiver", connection: ControlConnection[ToReceiver], name: str) -> None:
         self.fetches: dict[tuple[str, int], Fetch] = {}
@@ -126,6 +128,7 @@ class ReceiverSession:
         if not isinstance(answer, Welcome):
             raise ConnectionLost(f"{self._name} answered Hello with {type(answer).__name__}")
         self._welcome = answer
+        self.maps = group_maps(answer.geometry, receiver.pools.geometry)
 
     async def _open_lane(self, host: str) -> None:
         """The first transport over which a probe message really arrives."""

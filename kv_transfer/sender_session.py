@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kv_transfer.control import ConnectionLost, ControlConnection, VersionMismatch
+from kv_transfer.geometry import GroupMap, difference, group_maps
 from kv_transfer.plan import plan_chunks, plan_digest
 from kv_transfer.protocol import (
     MAX_CHUNKS,
@@ -50,6 +51,7 @@ class SenderSession:
         self._lane_token = b""
         self._serves: dict[tuple[str, int], Serve] = {}
         self._hello: Hello | None = None
+        self._maps: tuple[GroupMap, ...] = ()
 
     async def run(self) -> None:
         """Until the connection ends; afterwards nothing of it reads blocks any more."""
@@ -87,11 +89,12 @@ class SenderSession:
                 f"KV layouts differ: prefill node {sender.engine_id} has {sender.fingerprint}, "
                 f"decode node {hello.engine_id} has {hello.fingerprint}",
             )
-        if hello.geometry != sender.pools.geometry:
+        differing = difference(sender.pools.geometry, hello.geometry)
+        if differing is not None:
             return self._refuse(
                 "geometry",
-                f"(block_size, block_bytes) per KV group differ: prefill node {sender.engine_id} has "
-                f"{sender.pools.geometry}, decode node {hello.engine_id} has {hello.geometry}",
+                f"KV of prefill node {sender.engine_id} does not fit decode node {hello.engine_id}: "
+                f"{differing}",
             )
         common = tuple(name for name in sender.transports if name in hello.transports)
         if not common:
@@ -101,10 +104,12 @@ class SenderSession:
                 f"decode node {hello.engine_id} has {hello.transports}",
             )
         self._hello = hello
+        self._maps = group_maps(sender.pools.geometry, hello.geometry)
         self.connection.send(
             Welcome(
                 engine_id=sender.engine_id,
                 incarnation=sender.incarnation,
+                geometry=sender.pools.geometry,
                 transports=common,
                 addresses={name: sender.transports[name].address for name in common},
             )
@@ -191,17 +196,19 @@ class SenderSession:
                 self._sender.remember_asker(pull.transfer_id, self)
             self._nak(pull.transfer_id, pull.attempt, code, reason, retry_ms)
             return
-        sender, lane = self._sender, self._lane
+        sender, lane, hello = self._sender, self._lane, self._hello
         offer = sender.find(pull.transfer_id)
         assert offer is not None
         assert lane is not None
-        chunks = plan_chunks(pull.want, sender.pools.geometry, pull.chunk_bytes)
+        assert hello is not None
+        chunks = plan_chunks(pull.want, hello.geometry, pull.chunk_bytes)
         serve = Serve(
             offer,
             pull.attempt,
             pull.tag_base,
             chunks,
             sender.pools,
+            self._maps,
             lane,
             self.connection.send,
             self._stop,

@@ -7,9 +7,11 @@ them.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.kv_cache.layout import cdiv
+from kv_transfer.geometry import GroupMap
 from kv_transfer.metrics import TransferMetrics
 from kv_transfer.plan import Chunk, KvPools, RootDigest, chunk_digest, gather
 from kv_transfer.protocol import (
@@ -22,6 +24,7 @@ from kv_transfer.protocol import (
     SenderState,
     sender_machine,
 )
+from kv_transfer.relayout import gather_mapped
 from kv_transfer.transport import Lane, Request
 
 logger = logging.getLogger(__name__)
@@ -48,17 +51,25 @@ class Offer:
     def touch(self, now: float) -> None:
         self.deadline = now + self.lease_s
 
-    def block_ids(self, chunk: Chunk) -> list[int] | None:
-        """P's block ids for a chunk; None while one of them is not final."""
-        held = self.blocks.get(chunk.group, {})
-        ids = [held.get(p, -1) for p in chunk.positions]
-        return None if -1 in ids else ids
+    def positions_of(self, chunk: Chunk, pair: GroupMap) -> list[int]:
+        """Positions of the blocks of P that a chunk is made of, ascending. The end of D's last block may lie
+        past the end of a finished prompt, where P has no blocks; its beginning never does."""
+        end = cdiv(self.final_upto, pair.source.block_size) if self.finished is not None else None
+        spans = [pair.source_positions(position) for position in chunk.positions]
+        needed = (p for span in spans for p in span if end is None or p < end or p == span.start)
+        return list(dict.fromkeys(needed))  # several blocks of D may lie in one of P
 
-    def first_missing(self, chunks: tuple[Chunk, ...]) -> str | None:
+    def block_ids(self, chunk: Chunk, pair: GroupMap) -> dict[int, int] | None:
+        """P's block position -> block id for a chunk; None while one of them is not final."""
+        held = self.blocks.get(chunk.group, {})
+        ids = {p: held.get(p, -1) for p in self.positions_of(chunk, pair)}
+        return None if -1 in ids.values() else ids
+
+    def first_missing(self, chunks: tuple[Chunk, ...], maps: Sequence[GroupMap]) -> str | None:
         """Names the first wanted block that is not held."""
         for chunk in chunks:
             held = self.blocks.get(chunk.group, {})
-            for position in chunk.positions:
+            for position in self.positions_of(chunk, maps[chunk.group]):
                 if position not in held:
                     return f"block at position {position} of group {chunk.group}"
         return None
@@ -74,6 +85,7 @@ class Serve:
         tag_base: int,
         chunks: tuple[Chunk, ...],
         pools: KvPools,
+        maps: Sequence[GroupMap],
         lane: Lane,
         send: Callable[[Message], None],
         stop: Callable[[Offer, SenderEvent, str], None],
@@ -95,6 +107,7 @@ class Serve:
         self._all_held = False  # every wanted block is, once the prompt is finished
         self._tag_base = tag_base
         self._pools = pools
+        self._maps = maps  # by group: from this node's blocks to the reader's
         self._lane = lane
         self._send = send
         self._stop = stop
@@ -111,7 +124,7 @@ class Serve:
             self.credits, len(self.chunks)
         ):
             chunk = self.chunks[self.next_seq]
-            ids = offer.block_ids(chunk)
+            ids = offer.block_ids(chunk, self._maps[chunk.group])
             if ids is None:
                 break
             if not self._lease_holds():
@@ -120,7 +133,7 @@ class Serve:
         if offer.machine.state is not SenderState.SENDING or offer.finished is None:
             return
         if not self._all_held:  # looked at once: it takes a pass over all chunks, and every credit comes here
-            missing = offer.first_missing(self.chunks[self.next_seq :])
+            missing = offer.first_missing(self.chunks[self.next_seq :], self._maps)
             if missing is not None:
                 self._stop(offer, SenderEvent.FAIL, f"prefill node does not hold the wanted {missing}")
                 return
@@ -146,8 +159,12 @@ class Serve:
         self._stop(self.offer, SenderEvent.EXPIRE, "lease_expired")
         return False
 
-    def _post(self, chunk: Chunk, block_ids: list[int]) -> None:
-        view, copied = gather(self._pools.groups[chunk.group], block_ids)
+    def _post(self, chunk: Chunk, block_ids: dict[int, int]) -> None:
+        pool, pair = self._pools.groups[chunk.group], self._maps[chunk.group]
+        if pair.is_identity:
+            view, copied = gather(pool, list(block_ids.values()))
+        else:
+            view, copied = gather_mapped(pair, pool, chunk.positions, block_ids), True
         digest = chunk_digest(view) if self._checksum else b""
         request = self._lane.post_send(self._tag_base | chunk.seq, view)
         self._root.add(chunk, digest)

@@ -317,6 +317,17 @@ def _frame(version: int, body: bytes) -> bytes:
     return struct.pack("!I", len(body) + 1) + bytes((version,)) + body
 
 
+IMPOSSIBLE_GEOMETRY = {
+    "type": "hello",
+    "engine_id": "x",
+    "incarnation": "x",
+    "fingerprint": "fp",
+    "geometry": [{"block_size": 0, "block_bytes": 64}],
+    "transports": [],
+    "addresses": {},
+}
+
+
 def _packed(message: Message) -> bytes:
     return msgspec.msgpack.encode(message)
 
@@ -343,8 +354,18 @@ def _packed(message: Message) -> bytes:
                 )
             ),
         ),
+        _frame(PROTOCOL_VERSION, msgspec.msgpack.encode(IMPOSSIBLE_GEOMETRY)),
     ],
-    ids=["http", "oversize", "empty", "older version", "garbage", "no hello", "other fingerprint"],
+    ids=[
+        "http",
+        "oversize",
+        "empty",
+        "older version",
+        "garbage",
+        "no hello",
+        "other fingerprint",
+        "impossible geometry",
+    ],
 )
 def test_a_peer_that_speaks_garbage_is_shut_out_and_harms_nobody(what: bytes) -> None:
     with pair() as it:

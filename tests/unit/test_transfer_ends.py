@@ -1,7 +1,7 @@
 """How transfers end, step by step, over an in-process transport that a test can freeze or damage."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from common.errors import TransferFailed
 from kv_transfer import fetching
 from kv_transfer.config import TransferConfig
+from kv_transfer.geometry import GroupMap
 from kv_transfer.plan import Chunk
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -338,9 +339,9 @@ def test_a_finished_prompt_is_looked_through_once_however_many_chunks_it_has(
     passes: list[int] = []
     look = Offer.first_missing
 
-    def counted(self: Offer, chunks: tuple[Chunk, ...]) -> str | None:
+    def counted(self: Offer, chunks: tuple[Chunk, ...], maps: Sequence[GroupMap]) -> str | None:
         passes.append(len(chunks))
-        return look(self, chunks)
+        return look(self, chunks, maps)
 
     async def story() -> None:
         monkeypatch.setattr(Offer, "first_missing", counted)

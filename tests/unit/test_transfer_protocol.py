@@ -6,6 +6,7 @@ import pytest
 from common.errors import ConfigError, ProtocolViolation
 from kv_transfer import ucx_environment
 from kv_transfer.config import TransferConfig
+from kv_transfer.geometry import GroupGeometry
 from kv_transfer.plan import GroupPool, RootDigest, gather, plan_chunks, plan_digest, scatter, view_of
 from kv_transfer.protocol import (
     RECEIVER_TRANSITIONS,
@@ -93,13 +94,13 @@ def test_tags_of_attempts_never_meet() -> None:
 
 
 def test_plan_covers_every_wanted_block_once_in_order_of_finality() -> None:
-    geometry = ((16, 1000), (8, 10))
+    geometry = (GroupGeometry(16, 1000), GroupGeometry(8, 10))
     want = {0: [0, 1, 2, 5, 6], 1: list(range(70))}
     chunks = plan_chunks(want, geometry, 2000)
     assert [c.seq for c in chunks] == list(range(len(chunks)))
     for group, positions in want.items():
         assert [p for c in chunks if c.group == group for p in c.positions] == positions
-    ends = [(c.positions[-1] + 1) * geometry[c.group][0] for c in chunks]
+    ends = [(c.positions[-1] + 1) * geometry[c.group].block_size for c in chunks]
     assert ends == sorted(ends)
     assert all(len(c.positions) <= 2 for c in chunks if c.group == 0)
     assert max(len(c.positions) for c in chunks if c.group == 1) == 256 // 8  # the span limit, not the bytes
@@ -127,7 +128,7 @@ def test_gather_and_scatter_are_inverse_and_in_place_when_consecutive() -> None:
 def test_root_is_bound_to_transfer_attempt_and_positions() -> None:
     def root(transfer_id: str, attempt: int, positions: list[int], carry: bytes = b"c") -> bytes:
         digest = RootDigest(transfer_id, attempt)
-        for chunk in plan_chunks({0: positions}, ((16, 8),), 8):
+        for chunk in plan_chunks({0: positions}, (GroupGeometry(16, 8),), 8):
             digest.add(chunk, b"same bytes")
         return digest.finish(carry, b"")
 

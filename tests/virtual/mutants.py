@@ -186,8 +186,8 @@ MUTANTS = {
         (
             Edit(
                 "kv_transfer.serving",
-                "        ids = [held.get(p, -1) for p in chunk.positions]\n",
-                "        ids = [held.get(max(p - 1, 0), -1) for p in chunk.positions]\n",
+                "        ids = {p: held.get(p, -1) for p in self.positions_of(chunk, pair)}\n",
+                "        ids = {p: held.get(max(p - 1, 0), -1) for p in self.positions_of(chunk, pair)}\n",
             ),
         ),
     ),

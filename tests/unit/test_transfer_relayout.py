@@ -1,0 +1,234 @@
+"""Transfers between nodes whose blocks differ in size and whose ranks hold different heads, through the real
+sender and receiver over an in-process transport."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.errors import IncompatiblePeer, TransferFailed
+from common.kv_cache.layout import cdiv
+from kv_transfer.config import TransferConfig
+from kv_transfer.geometry import HeadShare, head_range, sources
+from kv_transfer.plan import Bytes, GroupPool, KvPools
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.sender import KvSender
+from tests.fakes_transfer import FakeNetwork, FakeTransport
+
+CONFIG = TransferConfig(chunk_bytes=4096, window_chunks=3, heartbeat_s=0.05, fetch_timeout_s=10.0)
+PLANES = (6, 2)  # by group: three layers, and one module
+HEAD_BYTES = 4
+STATE_BYTES, STATE_TOKENS = 100, 64
+NUM_BLOCKS = 24
+CUT = 149  # ends in the middle of a block of either size
+GUARD = 0xA5
+
+
+def truth(num_heads: int, group: int) -> Bytes:
+    """[planes, tokens, heads, bytes]: what the prompt's KV is, wherever it lies."""
+    shape = (PLANES[group], 160, num_heads, HEAD_BYTES)
+    return np.random.default_rng(group).integers(0, 256, shape, dtype=np.uint8)
+
+
+def make_pools(block_size: int, num_heads: int, rank: int = 0, size: int = 1) -> KvPools:
+    """Two groups of KV and one of state."""
+    groups = []
+    for planes in PLANES:
+        inside = HeadShare(planes, num_heads, HEAD_BYTES, rank, size)
+        buffer = np.full((NUM_BLOCKS, planes * block_size * inside.token_bytes), GUARD, np.uint8)
+        groups.append(GroupPool(buffer, block_size, inside))
+    state = np.full((8, STATE_BYTES), GUARD, np.uint8)
+    return KvPools((*groups, GroupPool(state, STATE_TOKENS)))
+
+
+def apart(pool: GroupPool, block: int) -> Bytes:
+    """[planes, block_size, heads, bytes] of one block, the same memory."""
+    assert pool.inside is not None
+    heads = len(pool.inside.heads)
+    part: Bytes = pool.array_NB[block].reshape(pool.inside.planes, pool.block_size, heads, HEAD_BYTES)
+    return part
+
+
+def ids_of(block_size: int, salt: int) -> dict[int, int]:
+    """Block position -> block: some of them consecutive, so that both ways of receiving are taken."""
+    count = cdiv(CUT, block_size)
+    return {p: (p + salt if p < 2 else NUM_BLOCKS - 1 - p) for p in range(count)}
+
+
+class Prefill:
+    """A rank of P that computes the prompt's first ``CUT`` positions."""
+
+    def __init__(
+        self, network: FakeNetwork, block_size: int, num_heads: int, rank: int = 0, size: int = 1
+    ) -> None:
+        self.block_size, self.num_heads = block_size, num_heads
+        self.heads = head_range(num_heads, rank, size)
+        self.released: list[str] = []
+        self.sender = KvSender(
+            make_pools(block_size, num_heads, rank, size), "fp", CONFIG,
+            lambda name, reason: self.released.append(reason),
+            engine_id=f"P{rank}", transports={"fake": FakeTransport(network)},
+        )  # fmt: skip
+
+    def compute(self, upto: int, *, first: int = 0, leave_out: int = -1) -> None:
+        """Blocks that end in positions first+1 .. upto, and the partial one in which the prompt ends."""
+        size = self.block_size
+        whole = range(first // size, cdiv(CUT, size) if upto == CUT else upto // size)
+        placed = {p: b for p, b in ids_of(size, 3).items() if p in whole and p != leave_out}
+        for group in range(len(PLANES)):
+            wanted = truth(self.num_heads, group)[:, :upto, self.heads.start : self.heads.stop]
+            for position, block in placed.items():
+                part = wanted[:, position * size : (position + 1) * size]
+                apart(self.sender.pools.groups[group], block)[:, : part.shape[1]] = part
+        self.sender.pools.groups[2].array_NB[5] = np.arange(STATE_BYTES)
+        state = {2: {2: 5}} if upto == CUT else {}
+        assert self.sender.extend("t", {0: placed, 1: placed, **state}, upto)
+
+
+@asynccontextmanager
+async def prefills(
+    block_size: int, num_heads: int, size: int, network: FakeNetwork
+) -> AsyncIterator[list[Prefill]]:
+    nodes = [Prefill(network, block_size, num_heads, rank, size) for rank in range(size)]
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            await node.sender.start("127.0.0.1")
+            stack.push_async_callback(node.sender.close)
+        yield nodes
+
+
+@asynccontextmanager
+async def decode(network: FakeNetwork, pools: KvPools, chunk_bytes: int = 4096) -> AsyncIterator[KvReceiver]:
+    config = replace(CONFIG, chunk_bytes=chunk_bytes)
+    receiver = KvReceiver(pools, "fp", config, transports={"fake": FakeTransport(network)})
+    try:
+        yield receiver
+    finally:
+        await receiver.close()
+
+
+def check(pools: KvPools, num_heads: int, want: Mapping[int, Mapping[int, int]]) -> None:
+    """Every token below the cut in its place, and no other block touched."""
+    for group in range(len(PLANES)):
+        pool = pools.groups[group]
+        assert pool.inside is not None
+        heads = pool.inside.heads
+        wanted = truth(num_heads, group)[:, :CUT, heads.start : heads.stop]
+        for position, block in want[group].items():
+            part = wanted[:, position * pool.block_size : (position + 1) * pool.block_size]
+            assert (apart(pool, block)[:, : part.shape[1]] == part).all(), (group, position)
+        others = sorted(set(range(NUM_BLOCKS)) - set(want[group].values()))
+        assert (pool.array_NB[others] == GUARD).all()
+
+
+def run(story: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await story
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "p_size", "d_size"), [(8, 1, 1), (8, 1, 2), (8, 4, 2), (2, 2, 1), (2, 4, 4), (1, 4, 2)]
+)
+@pytest.mark.parametrize(("p_block", "d_block"), [(16, 32), (32, 16), (16, 16)])
+def test_every_rank_gets_its_heads_from_blocks_of_another_size(
+    p_block: int, d_block: int, num_heads: int, p_size: int, d_size: int
+) -> None:
+    async def story() -> None:
+        network = FakeNetwork(seed=num_heads)
+        async with prefills(p_block, num_heads, p_size, network) as nodes:
+            for rank in range(d_size):
+                pools = make_pools(d_block, num_heads, rank, d_size)
+                ids = {p: b for p, b in ids_of(d_block, 1).items() if p > 0}  # the first block is a hit
+                want = {0: ids, 1: ids, 2: {2: 6}}
+                async with decode(network, pools) as receiver:
+                    asked = [nodes[r] for r in sources(num_heads, p_size, rank, d_size)]
+                    progress: list[list[int]] = [[] for _ in asked]
+                    fetches = [
+                        asyncio.create_task(receiver.fetch(node.sender.offer("t"), want, CUT, seen.append))
+                        for node, seen in zip(asked, progress, strict=True)
+                    ]
+                    for node in asked:  # D's block may wait for a later step of P
+                        node.compute(80)
+                    await asyncio.sleep(0.01)
+                    for node in asked:
+                        node.compute(CUT, first=80)
+                        node.sender.finish("t", b"row")
+                    results = await asyncio.gather(*fetches)
+                    assert [result.carry for result in results] == [b"row"] * len(asked)
+                    kv_bytes = sum(len(ids) * pool.block_bytes for pool in pools.groups[:2])
+                    assert sum(result.num_bytes for result in results) == kv_bytes + STATE_BYTES * len(asked)
+                    assert all(seen[-1] == CUT and seen == sorted(set(seen)) for seen in progress)
+                    check(pools, num_heads, want)
+                    assert (pools.groups[2].array_NB[6] == np.arange(STATE_BYTES)).all()
+                for node in asked:
+                    assert node.released.pop() == "committed"
+
+    run(story())
+
+
+@pytest.mark.parametrize(("p_block", "d_block"), [(16, 32), (32, 16)])
+def test_blocks_arrive_as_soon_as_both_sizes_are_final(p_block: int, d_block: int) -> None:
+    async def story() -> None:
+        network = FakeNetwork()
+        async with prefills(p_block, 2, 1, network) as (node,):
+            pools = make_pools(d_block, 2)
+            want = {0: ids_of(d_block, 1), 1: ids_of(d_block, 1)}
+            progress: list[int] = []
+            async with decode(network, pools, chunk_bytes=1) as receiver:
+                fetch = asyncio.create_task(
+                    receiver.fetch(node.sender.offer("t"), want, CUT, progress.append)
+                )
+                whole_blocks = 112 // p_block * p_block
+                node.compute(whole_blocks)
+                async with asyncio.timeout(5):
+                    while not progress or progress[-1] < whole_blocks // d_block * d_block:
+                        await asyncio.sleep(0.001)
+                await asyncio.sleep(0.01)
+                assert progress[-1] == whole_blocks // d_block * d_block == 96
+                node.compute(CUT, first=whole_blocks)
+                assert not fetch.done()  # P has not said yet that this is the end
+                node.sender.finish("t", b"row")
+                await fetch
+            check(pools, 2, want)
+
+    run(story())
+
+
+def test_a_block_that_is_not_whole_on_the_prefill_node_fails_by_name() -> None:
+    """Zeros in place of half a block would be found by its hash one day."""
+
+    async def story() -> None:
+        network = FakeNetwork()
+        async with prefills(16, 2, 1, network) as (node,), decode(network, make_pools(32, 2)) as receiver:
+            ticket = node.sender.offer("t")
+            node.compute(CUT, leave_out=4)
+            node.sender.finish("t", b"row")
+            with pytest.raises(TransferFailed, match="not hold the wanted block at position 4 of group 0"):
+                await receiver.fetch(ticket, {0: {2: 1, 3: 2}}, CUT)
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (make_pools(24, 2), "KV group 0: block_size is 16 and 24; one must be a multiple of the other"),
+        (make_pools(16, 4), "KV group 0: num_kv_heads is 2 and 4"),
+        (make_pools(16, 2, rank=3, size=4), "rank 0 of 2 has no KV head that it gives to rank 3 of 4"),
+    ],
+)
+def test_a_pair_that_cannot_be_mapped_is_refused_by_name(theirs: KvPools, why: str) -> None:
+    async def story() -> None:
+        network = FakeNetwork()
+        async with prefills(16, 2, 2, network) as (node, _), decode(network, theirs) as receiver:
+            with pytest.raises(IncompatiblePeer, match=why):
+                await receiver.fetch(node.sender.offer("t"), {}, CUT)
+            assert node.sender.num_held == 1
+
+    run(story())
