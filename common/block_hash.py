@@ -76,9 +76,10 @@ class BlockHasher:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal iff two hashers give equal hashes (but for chance); does not give a secret seed away."""
+        """Equal iff two hashers of one block size give equal hashes (but for chance); does not give a secret
+        seed away."""
         seed = hashlib.sha256(self.none_hash).hexdigest()[:16]
-        return f"{self.algorithm}-B{self.block_size}-k{self.num_lookahead}-{seed}"
+        return f"{self.algorithm}-k{self.num_lookahead}-{seed}"
 
     def extend(self, hashes: list[bytes], token_ids: Sequence[int], extra: ExtraKeys | None = None) -> None:
         """Append the hashes of all blocks whose tokens *and lookahead* are in ``token_ids``.

@@ -1,7 +1,8 @@
-"""Rearranging blocks between nodes that lay them out differently: the prefill node packs what the decode node
-will hold, in the decode node's order, so that most of it can be received in place.
+"""Rearranging blocks between nodes that lay them out differently, as `geometry` says.
 
-A message holds, for each block position of the decode node, [planes, block_size, heads asked, head_bytes].
+The prefill node packs what the decode node will hold, in the decode node's order, so that the decode node can
+receive in place wherever it gets whole blocks from one rank. A message holds, for each block position of the
+decode node, [planes, block_size, heads asked, head_bytes].
 """
 
 from collections.abc import Mapping, Sequence

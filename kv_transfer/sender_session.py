@@ -5,6 +5,8 @@ import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kv_transfer.control import ConnectionLost, ControlConnection, VersionMismatch
 from kv_transfer.geometry import GroupMap, difference, group_maps
 from kv_transfer.plan import plan_chunks, plan_digest
@@ -86,8 +88,8 @@ class SenderSession:
         if hello.fingerprint != sender.fingerprint:
             return self._refuse(
                 "fingerprint",
-                f"KV layouts differ: prefill node {sender.engine_id} has {sender.fingerprint}, "
-                f"decode node {hello.engine_id} has {hello.fingerprint}",
+                f"prefill node {sender.engine_id} and decode node {hello.engine_id} differ: "
+                f"{_differing(sender.fingerprint, hello.fingerprint)}",
             )
         differing = difference(sender.pools.geometry, hello.geometry)
         if differing is not None:
@@ -329,3 +331,13 @@ class SenderSession:
         if lane is not None and not await lane.fence(self._sender.config.dead_s):
             logger.error("KV transfer: sends to %s do not end; their blocks stay held", self.connection.peer)
         self._serves.clear()
+
+
+def _differing(mine: str, theirs: str) -> str:
+    """The fields in which two fingerprints differ, P's value first; all of both where they have no fields."""
+    try:
+        a, b = (msgspec.json.decode(text, type=dict[str, str]) for text in (mine, theirs))
+    except msgspec.MsgspecError:
+        return f"one has {mine}, the other has {theirs}"
+    names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return "; ".join(f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in names)

@@ -5,7 +5,7 @@ corrected by what this router started and finished there since, so that placemen
 count at once and several routers over the same nodes still see each other's work.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -98,12 +98,15 @@ def refusal(register: Register, served: ServedModel, live: Iterable[Node]) -> st
     for other in live:
         if other.node_id != register.node_id:
             differing = _differences(register.fingerprint, other.register.fingerprint)
+            mine, theirs = register.block_size, other.register.block_size
+            if mine % theirs and theirs % mine:
+                differing.append(f"block_size is {mine} and {theirs}: one must be a multiple of the other")
             if differing:
                 return f"it does not fit node {other.node_id}: {'; '.join(differing)}"
     return None
 
 
-def _differences(mine: dict[str, str], theirs: dict[str, str]) -> Sequence[str]:
+def _differences(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
     return [
         f"{name} is {mine.get(name)!r} instead of {theirs.get(name)!r}"
         for name in sorted(mine.keys() | theirs.keys())

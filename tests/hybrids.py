@@ -107,11 +107,13 @@ def hybrid_model(num_modules: int, layers: tuple[str, ...] = HYBRID_LAYERS) -> H
     return HybridModel(trunk, random_modules(trunk, num_modules, windows=windows), num_modules)
 
 
-def save_hybrid(folder: Path, module_windows: Sequence[int | None]) -> None:
+def save_hybrid(
+    folder: Path, module_windows: Sequence[int | None], layers: Sequence[str] = HYBRID_LAYERS
+) -> None:
     """A checkpoint with tokenizer, and modules in ``mtp``; its state is larger than the KV of 8 tokens."""
     tokenizer = byte_level_tokenizer()
     config = hybrid_config(
-        vocab_size=tokenizer.get_vocab_size(), delta_heads=3, delta_key_dim=16, delta_value_dim=24
+        layers, vocab_size=tokenizer.get_vocab_size(), delta_heads=3, delta_key_dim=16, delta_value_dim=24
     )
     trunk = random_trunk(config=config)
     save_checkpoint(folder, trunk, torch.float32)

@@ -154,10 +154,10 @@ class KVLayout:
         return sum(cdiv(group.block_bytes * self.block_size, group.block_size) for group in self.groups)
 
     def describe(self) -> dict[str, str]:
-        """The layout's part of the fingerprint, by name."""
+        """The layout's part of the fingerprint, by name. Block sizes of attention are no part of it: a pair
+        may differ in them (`kv_transfer/geometry.py`)."""
         windows = ";".join(
             f"{'full' if g.window is None else g.window}:{','.join(map(str, g.layers))}"
-            f"{'' if g.block_size == self.block_size else f'@{g.block_size}'}"
             for g in self.kv_groups
         )
         first, state = self.kv_groups[0], self.state_group
@@ -167,7 +167,6 @@ class KVLayout:
             "kv_heads": str(first.num_kv_heads),
             "head_dim": str(first.head_dim),
             "kv_groups": windows,
-            "block_size": str(self.block_size),
             "state_group": "none" if state is None else state.describe(),
         }
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from common.errors import ConfigError
@@ -18,10 +19,10 @@ from router import generation
 from router.config import Limits, ListenOptions, PolicyOptions, RouterConfig, Timeouts
 from router.generation import GenerationEndpoint
 from router.openai_types import parse_completion
-from router.registry import ServedModel
+from router.registry import ServedModel, make_node, refusal
 from router.server import Router
 from tests.builders_tokenizer import byte_level_tokenizer
-from tests.fakes_node import BLOCK_SIZE, FakeNode
+from tests.fakes_node import BLOCK_SIZE, FINGERPRINT, FakeNode, make_register
 
 Json = dict[str, Any]
 TEMPLATE = (
@@ -511,6 +512,19 @@ def test_incompatible_nodes_are_refused_by_name() -> None:
         assert set(c.router.hub.nodes) == {"d"}
 
     scenario(story)
+
+
+def test_block_sizes_of_nodes_must_fit_each_other() -> None:
+    served = ServedModel("fake", (), "")
+    live = make_node(b"", make_register("d"), 0.0)
+    for size, fits in ((BLOCK_SIZE, True), (3 * BLOCK_SIZE, True), (BLOCK_SIZE // 2, True), (6, False)):
+        joining = msgspec.structs.replace(make_register("e"), block_size=size)
+        why = refusal(joining, served, [live])
+        assert why is None if fits else why is not None and "block_size is 6 and 4" in why
+    older = msgspec.structs.replace(make_register("e"), fingerprint={**FINGERPRINT, "kv_layout_version": "0"})
+    assert refusal(older, served, [live]) == (
+        "it does not fit node d: kv_layout_version is '0' instead of None"
+    )
 
 
 def test_nodes_come_back_to_a_router_that_restarts() -> None:

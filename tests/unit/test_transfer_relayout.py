@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -230,5 +231,19 @@ def test_a_pair_that_cannot_be_mapped_is_refused_by_name(theirs: KvPools, why: s
             with pytest.raises(IncompatiblePeer, match=why):
                 await receiver.fetch(node.sender.offer("t"), {}, CUT)
             assert node.sender.num_held == 1
+
+    run(story())
+
+
+def test_another_layout_version_is_refused_by_name() -> None:
+    async def story() -> None:
+        network = FakeNetwork()
+        async with prefills(16, 2, 1, network) as (node,), decode(network, make_pools(16, 2)) as receiver:
+            ours = {"kv_dtype": "float32", "kv_layout_version": "1", "model": "m"}
+            node.sender.fingerprint = msgspec.json.encode(ours).decode()
+            receiver.fingerprint = msgspec.json.encode({**ours, "kv_layout_version": "2"}).decode()
+            with pytest.raises(IncompatiblePeer) as refused:
+                await receiver.fetch(node.sender.offer("t"), {}, CUT)
+            assert refused.value.message.endswith("differ: kv_layout_version is '1' and '2'")
 
     run(story())
