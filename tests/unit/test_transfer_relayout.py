@@ -2,7 +2,7 @@
 sender and receiver over an in-process transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -11,52 +11,15 @@ import numpy as np
 import pytest
 
 from common.errors import IncompatiblePeer, TransferFailed
-from common.kv_cache.layout import cdiv
 from kv_transfer.config import TransferConfig
-from kv_transfer.geometry import HeadShare, head_range, sources
-from kv_transfer.plan import Bytes, GroupPool, KvPools
+from kv_transfer.geometry import sources
+from kv_transfer.plan import KvPools
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
+from tests.fakes_sharded import CUT, STATE_BYTES, check, compute, ids_of, make_pools
 from tests.fakes_transfer import FakeNetwork, FakeTransport
 
 CONFIG = TransferConfig(chunk_bytes=4096, window_chunks=3, heartbeat_s=0.05, fetch_timeout_s=10.0)
-PLANES = (6, 2)  # by group: three layers, and one module
-HEAD_BYTES = 4
-STATE_BYTES, STATE_TOKENS = 100, 64
-NUM_BLOCKS = 24
-CUT = 149  # ends in the middle of a block of either size
-GUARD = 0xA5
-
-
-def truth(num_heads: int, group: int) -> Bytes:
-    """[planes, tokens, heads, bytes]: what the prompt's KV is, wherever it lies."""
-    shape = (PLANES[group], 160, num_heads, HEAD_BYTES)
-    return np.random.default_rng(group).integers(0, 256, shape, dtype=np.uint8)
-
-
-def make_pools(block_size: int, num_heads: int, rank: int = 0, size: int = 1) -> KvPools:
-    """Two groups of KV and one of state."""
-    groups = []
-    for planes in PLANES:
-        inside = HeadShare(planes, num_heads, HEAD_BYTES, rank, size)
-        buffer = np.full((NUM_BLOCKS, planes * block_size * inside.token_bytes), GUARD, np.uint8)
-        groups.append(GroupPool(buffer, block_size, inside))
-    state = np.full((8, STATE_BYTES), GUARD, np.uint8)
-    return KvPools((*groups, GroupPool(state, STATE_TOKENS)))
-
-
-def apart(pool: GroupPool, block: int) -> Bytes:
-    """[planes, block_size, heads, bytes] of one block, the same memory."""
-    assert pool.inside is not None
-    heads = len(pool.inside.heads)
-    part: Bytes = pool.array_NB[block].reshape(pool.inside.planes, pool.block_size, heads, HEAD_BYTES)
-    return part
-
-
-def ids_of(block_size: int, salt: int) -> dict[int, int]:
-    """Block position -> block: some of them consecutive, so that both ways of receiving are taken."""
-    count = cdiv(CUT, block_size)
-    return {p: (p + salt if p < 2 else NUM_BLOCKS - 1 - p) for p in range(count)}
 
 
 class Prefill:
@@ -65,8 +28,6 @@ class Prefill:
     def __init__(
         self, network: FakeNetwork, block_size: int, num_heads: int, rank: int = 0, size: int = 1
     ) -> None:
-        self.block_size, self.num_heads = block_size, num_heads
-        self.heads = head_range(num_heads, rank, size)
         self.released: list[str] = []
         self.sender = KvSender(
             make_pools(block_size, num_heads, rank, size), "fp", CONFIG,
@@ -76,14 +37,7 @@ class Prefill:
 
     def compute(self, upto: int, *, first: int = 0, leave_out: int = -1) -> None:
         """Blocks that end in positions first+1 .. upto, and the partial one in which the prompt ends."""
-        size = self.block_size
-        whole = range(first // size, cdiv(CUT, size) if upto == CUT else upto // size)
-        placed = {p: b for p, b in ids_of(size, 3).items() if p in whole and p != leave_out}
-        for group in range(len(PLANES)):
-            wanted = truth(self.num_heads, group)[:, :upto, self.heads.start : self.heads.stop]
-            for position, block in placed.items():
-                part = wanted[:, position * size : (position + 1) * size]
-                apart(self.sender.pools.groups[group], block)[:, : part.shape[1]] = part
+        placed = compute(self.sender.pools, upto, first=first, leave_out=leave_out)
         self.sender.pools.groups[2].array_NB[5] = np.arange(STATE_BYTES)
         state = {2: {2: 5}} if upto == CUT else {}
         assert self.sender.extend("t", {0: placed, 1: placed, **state}, upto)
@@ -109,20 +63,6 @@ async def decode(network: FakeNetwork, pools: KvPools, chunk_bytes: int = 4096) 
         yield receiver
     finally:
         await receiver.close()
-
-
-def check(pools: KvPools, num_heads: int, want: Mapping[int, Mapping[int, int]]) -> None:
-    """Every token below the cut in its place, and no other block touched."""
-    for group in range(len(PLANES)):
-        pool = pools.groups[group]
-        assert pool.inside is not None
-        heads = pool.inside.heads
-        wanted = truth(num_heads, group)[:, :CUT, heads.start : heads.stop]
-        for position, block in want[group].items():
-            part = wanted[:, position * pool.block_size : (position + 1) * pool.block_size]
-            assert (apart(pool, block)[:, : part.shape[1]] == part).all(), (group, position)
-        others = sorted(set(range(NUM_BLOCKS)) - set(want[group].values()))
-        assert (pool.array_NB[others] == GUARD).all()
 
 
 def run(story: Awaitable[None]) -> None:
@@ -165,7 +105,7 @@ def test_every_rank_gets_its_heads_from_blocks_of_another_size(
                     kv_bytes = sum(len(ids) * pool.block_bytes for pool in pools.groups[:2])
                     assert sum(result.num_bytes for result in results) == kv_bytes + STATE_BYTES * len(asked)
                     assert all(seen[-1] == CUT and seen == sorted(set(seen)) for seen in progress)
-                    check(pools, num_heads, want)
+                    check(pools, want)
                     assert (pools.groups[2].array_NB[6] == np.arange(STATE_BYTES)).all()
                 for node in asked:
                     assert node.released.pop() == "committed"
@@ -196,7 +136,7 @@ def test_blocks_arrive_as_soon_as_both_sizes_are_final(p_block: int, d_block: in
                 assert not fetch.done()  # P has not said yet that this is the end
                 node.sender.finish("t", b"row")
                 await fetch
-            check(pools, 2, want)
+            check(pools, want)
 
     run(story())
 
