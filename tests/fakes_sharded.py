@@ -12,7 +12,7 @@ PLANES = (6, 2)  # by group: three layers, and one module
 HEAD_BYTES = 4
 STATE_BYTES, STATE_TOKENS = 100, 64
 NUM_BLOCKS = 24
-CUT = 149  # ends in the middle of a block of either size
+CUT = 133  # in the middle of a block of 16 and of 32, and the second half of the latter is not there
 GUARD = 0xA5
 
 
