@@ -14,7 +14,7 @@
     |   |   +-- EngineStopped   502  the node is up, its engine is not
     |   +-- DeadlineExceeded    504
     +-- TransferError           KV transfer between nodes
-    |   +-- TransferFailed           the request goes on without the transfer
+    |   +-- TransferFailed      502  D computes the rest itself, or fails the request if it was told to
     |   +-- IncompatiblePeer         fingerprints differ: never retried
     +-- ModelLoadError          a checkpoint is unusable
     +-- ConfigError             a flag, file, variable or Helm value is wrong (exit code 2)
@@ -102,6 +102,9 @@ class DeadlineExceeded(ServiceError):
 
 
 class TransferError(BatonError):
+    """Clients see it only from decode nodes that run with ``--on-transfer-failure fail``."""
+
+    http_status = 502
     error_type = "transfer_error"
 
 

@@ -121,7 +121,8 @@ class Finished(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
     ``reason``: stop | length | abort | error | cut. ``stop_string`` is the one that matched: text from
     it on is not part of the answer. ``transferred_tokens`` came over the wire, ``cached_tokens`` from
-    the node's own cache.
+    the node's own cache. ``transfer_failed``: D was told to end a request whose KV transfer fails; no other
+    node is asked.
     """
 
     request_id: str
@@ -139,6 +140,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     num_accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
     verified_per_pos: tuple[int, ...] = ()
+    transfer_failed: bool = False
 
     @property
     def is_answer(self) -> bool:

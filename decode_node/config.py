@@ -14,6 +14,11 @@ class DecodeOptions:
     admission_timeout_s: float = option(
         20.0, "longest wait for room before a request is refused, seconds; below the router's", minimum=0
     )
+    on_transfer_failure: str = option(
+        "recompute",
+        "recompute: keep what arrived and compute the rest here; fail: end the request with an error",
+        choices=("recompute", "fail"),
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Life of a request (words of RequestState):
     it waits its turn, for a while, and is then refused; P computes for nobody before.        RECEIVING_KV
  2. KV arrives under the transfer's deadline. Complete: the carry comes with it.              READY
     Broken: received final blocks are kept, the rest is computed here.                        WAITING
+    (With `--on-transfer-failure fail` the request ends there, with an error.)                FINISHED
  3. What P left of the prompt is computed, waiting slots are re-prefilled, drafting begins.   RUNNING
  4. Tokens stream to the router until the sequence ends or the client leaves.                 FINISHED
 The cut tells the hand-over: N-1 (or 1) tokens before the prompt's end is `backoff`, D samples the first
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "the KV pool has shrunk (blocks in quarantine) below what this request needs"
 
+_SHORT_ID = 8  # characters of a transfer id's end that an error tells: the random part
+
 
 @dataclass
 class _Decode:
@@ -60,7 +63,6 @@ class _Decode:
     fetch: asyncio.Task[None] | None = None
     transferred_tokens: int = 0
     transferred_bytes: int = 0
-    transfer_error: str | None = None
     aborted: bool = False
     accepted: bool = False
     early: list[RequestUpdate] = field(default_factory=list)  # of steps that ended before `accepted` was sent
@@ -78,6 +80,7 @@ class DecodeNode:
             pools_of(built), fingerprint_of(built), config.transfer, on_quiet=self._quiet_again
         )
         self._decodes: dict[str, _Decode] = {}
+        self._recompute = config.decode.on_transfer_failure == "recompute"
         self._admission_timeout_s = config.decode.admission_timeout_s
         self._admission = AdmissionQueue(self._decide, self._settled, self._is_gone)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,17 +224,20 @@ class DecodeNode:
             result = await self.receiver.fetch(ticket, wanted, cut)
         except TransferError as error:
             self._count_transfer(num_failures=1)
-            decode.transfer_error = error.message
             upto = error.final_upto if isinstance(error, TransferFailed) else 0
             stuck = error.quarantined if isinstance(error, TransferFailed) else {}
             logger.warning(
-                "request %s: KV transfer %s failed (%s); %d of %d tokens are kept, the rest is computed here",
+                "request %s: KV transfer %s failed (%s); %d of %d tokens are kept, %s",
                 request_id, ticket.transfer_id, error.message, max(upto, cached), cut,
+                "the rest is computed here" if self._recompute else "the request fails",
             )  # fmt: skip
             decode.transferred_tokens = max(0, upto - cached)
             # An abort may cancel us here; blocks in quarantine must not reach the pool all the same.
-            await self.runtime.tell(lambda engine: engine.kv_failed(request_id, upto, stuck))
-            self._admission.look_again()  # its blocks are free until its turn comes
+            if self._recompute:
+                await self.runtime.tell(lambda engine: engine.kv_failed(request_id, upto, stuck))
+                self._admission.look_again()  # its blocks are free until its turn comes
+            else:
+                await self._end_failed(decode, ticket, error, upto, stuck)
             return
         self._count_transfer(num_bytes=result.num_bytes)
         self.transports_used.add(result.transport)
@@ -239,6 +245,33 @@ class DecodeNode:
         decode.transferred_tokens = cut - cached
         carry, first = self._rows_of(decode, result.carry, cut), decode_first_token(result.extra)
         await self.runtime.tell(lambda engine: engine.kv_arrived(request_id, cut, carry, first))
+
+    async def _end_failed(
+        self,
+        decode: _Decode,
+        ticket: KVTicket,
+        error: TransferError,
+        upto: int,
+        stuck: Mapping[int, Sequence[int]],
+    ) -> None:
+        """`--on-transfer-failure fail`: what arrived stays in the prefix cache, nothing is computed, and all
+        sequences end with one answer. An abort that crosses takes the request over and answers instead."""
+        request_id = decode.request_id
+
+        def end(engine: Engine) -> None:
+            engine.kv_failed(request_id, upto, stuck)  # quarantine first: the pool gets only quiet blocks
+            engine.abort(request_id)
+
+        await self.runtime.tell(end)
+        self._admission.look_again()
+        if self._decodes.pop(request_id, None) is None:
+            return
+        reason = (
+            f"KV transfer {ticket.transfer_id[-_SHORT_ID:]} from {ticket.host}:{ticket.port} failed "
+            f"({error.message}), and --on-transfer-failure is fail here; send the request again, or run "
+            "decode nodes with --on-transfer-failure recompute"
+        )
+        self.runtime.send(decode.router_id, Finished(request_id, "error", error=reason, transfer_failed=True))
 
     def _rows_of(self, decode: _Decode, carry: bytes, cut: int) -> bytes | None:
         """The carry; None where it does not hold the rows of this hand-over: D then starts earlier."""

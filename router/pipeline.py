@@ -6,8 +6,8 @@
 
 Failures: D refuses or dies before its first token -> the next D, a bounded number of times (and with the
 token that P has told, if the client saw it); D dies later -> NodeFailed. P refuses or dies -> nothing to do
-here, D's transfer fails and D computes the rest. Whoever stops iterating (the client left) aborts the request
-on both nodes: the legs see to it.
+here, D's transfer fails and D computes the rest, or ends the request where it was told to (TransferFailed).
+Whoever stops iterating (the client left) aborts the request on both nodes: the legs see to it.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from common.errors import (
     NodeFailed,
     NoNodeAvailable,
     Overloaded,
+    TransferFailed,
 )
 from common.messages import Accepted, Finished, Refused, TokenChunk
 from router.choice_text import Delta
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 async def walk(services: Services, job: Job, usage: Usage) -> AsyncGenerator[Delta, None]:
     """Yields text of the job's choices as it comes; adds to ``usage`` when all have ended.
 
-    Raises NoNodeAvailable, Overloaded, NodeFailed, DeadlineExceeded, or what a node says is wrong with
-    the request. Iterate it under ``contextlib.aclosing``: leaving early aborts on the nodes.
+    Raises NoNodeAvailable, Overloaded, NodeFailed, TransferFailed, DeadlineExceeded, or what a node says is
+    wrong with the request. Iterate it under ``contextlib.aclosing``: leaving early aborts on the nodes.
     """
     config = services.config
     tried: set[str] = set()
@@ -126,6 +127,8 @@ async def _deltas(
                 if delta is not None:
                     yield delta
             case Finished() if progress.expects(answer):
+                if answer.transfer_failed:
+                    raise TransferFailed(f"decode node {leg.node.node_id}: {answer.error}")
                 if not answer.is_answer:
                     raise NodeFailed(
                         f"node {leg.node.node_id} ended the request: {answer.error or answer.reason}"

@@ -76,6 +76,7 @@ class FakeNode:
         self.delay_s = 0.0  # before each chunk
         self.hang_after: int | None = None  # tokens, then silence
         self.fail_after: int | None = None  # tokens, then Finished(error)
+        self.fails_transfer = False  # requests with a ticket: Finished(error, transfer_failed)
         self.refuse: Refused | None = None  # its request_id is filled in
         self.stop_string: str | None = None  # reported after the last token
         self.ends_at_first: str | None = None  # a prefill: the reason why its token ends the answer
@@ -191,6 +192,10 @@ class FakeNode:
 
     async def _decode(self, router_id: str, request: DecodeRequest) -> None:
         self.client.send(router_id, Accepted(request.request_id))
+        if self.fails_transfer and request.ticket is not None:
+            end = Finished(request.request_id, "error", error="no KV came", transfer_failed=True)
+            self.client.send(router_id, end)
+            return
         await asyncio.gather(*(self._sequence(router_id, request, i) for i in range(request.n)))
         self._running.pop(request.request_id, None)
 

@@ -21,7 +21,7 @@ from common.kv_ticket import KVTicket
 from common.messages import Abort, Accepted, DecodeRequest, Finished, PrefillRequest, Refused, TokenChunk
 from common.metrics import ROUTER_METRICS, Metrics
 from common.request import SamplingParams
-from decode_node.config import DecodeConfig
+from decode_node.config import DecodeConfig, DecodeOptions
 from decode_node.node import GIVEN_UP, DecodeNode
 from kv_transfer.config import TransferConfig
 from kv_transfer.receiver import FetchResult, KvReceiver
@@ -71,10 +71,13 @@ async def prefill_node() -> AsyncIterator[tuple[NodeHub, Node, PrefillNode]]:
 
 
 @asynccontextmanager
-async def decode_node(**options: int) -> AsyncIterator[tuple[NodeHub, Node, DecodeNode]]:
+async def decode_node(
+    transfer: TransferConfig = TRANSFER, policy: str = "recompute", **options: int
+) -> AsyncIterator[tuple[NodeHub, Node, DecodeNode]]:
     hub, address = make_hub()
     named = NodeOptions(node_id="d", router=address, drain_timeout_s=1.0)
-    it = DecodeNode(DecodeConfig(transfer=TRANSFER, node=named), fake_built(**options))
+    config = DecodeConfig(DecodeOptions(on_transfer_failure=policy), transfer=transfer, node=named)
+    it = DecodeNode(config, fake_built(**options))
     serving = asyncio.create_task(it.serve())
     try:
         await eventually(lambda: "d" in hub.nodes)
@@ -86,7 +89,7 @@ async def decode_node(**options: int) -> AsyncIterator[tuple[NodeHub, Node, Deco
 
 
 @contextmanager
-def standing_still(node: DecodeNode) -> Iterator[None]:
+def standing_still(node: DecodeNode | PrefillNode) -> Iterator[None]:
     """The engine is in a long step; calls wait."""
     go = threading.Event()
     node.runtime.loop.call(lambda engine: go.wait(WAIT_S))
@@ -219,6 +222,90 @@ def test_an_abort_that_crosses_a_broken_transfer_leaves_its_blocks_in_quarantine
             await eventually(lambda: pool.num_free == pool.num_usable == pool.num_blocks - 1)
 
     scenario(story)
+
+
+# ---- a transfer that fails ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_a_failed_transfer_means_to_its_request(policy: str) -> None:
+    """P's engine stands still, so D gives up at its deadline."""
+    hasty = TransferConfig(transport="tcp", fetch_timeout_s=0.2)
+
+    async def story() -> None:
+        async with prefill_node() as (p_hub, p_node, p), decode_node(hasty, policy) as (d_hub, d_node, d):
+            with standing_still(p):
+                prefill = prefill_of(p_node, "a")
+                p_hub.open(p_node, prefill)
+                leg = d_hub.open(d_node, decode_of(d_node, "a", prefill.ticket, 28))
+                assert isinstance(await answer(leg), Accepted)
+                answers = [await answer(leg)]
+                while not isinstance(answers[-1], Finished):
+                    answers.append(await answer(leg))
+                await eventually(lambda: p.sender.num_held == 0)
+            end = answers[-1]
+            assert isinstance(end, Finished)
+            if policy == "recompute":
+                assert (end.reason, end.output_tokens) == ("length", 4)
+            else:
+                assert answers == [end], "nothing is computed"
+                assert (end.reason, end.transfer_failed) == ("error", True)
+                assert end.error is not None
+                port = prefill.ticket.port
+                assert f"KV transfer t-a from 127.0.0.1:{port} failed (timeout: not complete" in end.error
+                assert "send the request again" in end.error
+            await eventually(d._is_idle)
+            assert await d.runtime.call(is_whole)
+            await eventually(p._is_idle)
+            assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_a_request_that_fails_with_its_transfer_leaves_blocks_in_quarantine_until_they_are_quiet() -> None:
+    async def story() -> None:
+        async with decode_node(policy="fail") as (hub, node, d):
+            d.receiver = stuck = StuckReceiver(d.receiver)
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            leg = hub.open(node, decode_of(node, "a", ticket, 28, n=2))
+            assert isinstance(await answer(leg), Accepted)
+            stuck.go.set()
+            end = await answer(leg)
+            assert isinstance(end, Finished)
+            assert end.transfer_failed
+            assert d._is_idle()
+            pool = d.runtime.built.engine.scheduler.kv.pools[0]
+            assert pool.num_free == pool.num_usable == pool.num_blocks - 2, "the stuck block came back"
+            stuck.end()
+            await eventually(lambda: pool.num_free == pool.num_usable == pool.num_blocks - 1)
+
+    scenario(story)
+
+
+def test_an_abort_that_crosses_a_failing_request_is_the_only_answer() -> None:
+    async def story() -> None:
+        async with decode_node(policy="fail") as (hub, node, d):
+            d.receiver = stuck = StuckReceiver(d.receiver)
+            ticket = KVTicket(transfer_id="t", engine_id="p", host="127.0.0.1", port=9)
+            leg = hub.open(node, decode_of(node, "a", ticket, 28))
+            assert isinstance(await answer(leg), Accepted)
+            with standing_still(d):
+                stuck.go.set()
+                await eventually(lambda: "t" in stuck.broken)
+                hub.send(node, Abort("a"))
+                await eventually(lambda: d._decodes["a"].aborted)
+            end = await answer(leg)
+            assert isinstance(end, Finished)
+            assert (end.reason, end.transfer_failed) == ("abort", False)
+            await asyncio.sleep(0.05)
+            assert leg.ended
+            stuck.end()
+            await eventually(d._is_idle)
+
+    scenario(story)
+
+
+# ---- what else crosses ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [0, 31])

@@ -357,6 +357,26 @@ def test_a_node_that_dies_in_mid_stream_ends_it_with_an_error_object(goodbye: bo
     scenario(story, timeouts=Timeouts(heartbeat_timeout_s=0.4))
 
 
+def test_a_transfer_that_fails_for_good_is_told_and_no_other_node_is_asked() -> None:
+    async def story(c: Cluster) -> None:
+        failing, other, p = decode_node("a"), decode_node("b"), FakeNode("p", "prefill")
+        failing.fails_transfer = True
+        other.load = NodeLoad(num_running=1, total_blocks=1)
+        await c.join(failing, other, p)
+        told = {"message": "decode node a: no KV came", "type": "transfer_error", "param": None, "code": None}
+        assert (await c.complete(502, prompt=LONG_PROMPT))["error"] == told
+        async with c.client.stream(
+            "POST", "/v1/completions", json={"model": "fake", "prompt": LONG_PROMPT, "stream": True}
+        ) as response:
+            assert response.status_code == 502
+            await response.aread()
+            assert response.json()["error"] == told
+        assert (len(failing.requests()), other.requests()) == (2, [])
+        assert (await c.complete(prompt="short", max_tokens=2))["usage"]["completion_tokens"] == 2
+
+    scenario(story)
+
+
 def test_every_wait_has_its_deadline() -> None:
     async def story(c: Cluster) -> None:
         d = decode_node()
