@@ -4,7 +4,7 @@ Names carry the prefix ``baton_`` and their unit. Where dashboards of this field
 under a ``vllm:`` name, the table says so, and ``Metrics(compat=True)`` exposes it under both.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -73,8 +73,30 @@ NODE_METRICS: tuple[MetricSpec, ...] = (
         Counter, "spec_decode_num_verified_tokens_per_pos", "Draft tokens verified at each position.",
         ("position",),
     ),
-    MetricSpec(Counter, "kv_transfer_received_bytes", "KV bytes received from prefill nodes."),
     MetricSpec(Counter, "kv_transfers", "KV transfers that ended.", ("outcome",)),
+    MetricSpec(Counter, "kv_transfer_attempts", "Transfers begun: fetches of a decode node, pulls served."),
+    MetricSpec(Counter, "kv_transfer_commits", "Transfers that both sides hold to be complete."),
+    MetricSpec(Counter, "kv_transfer_failures", "Transfers that failed, by reason.", ("reason",)),
+    MetricSpec(Counter, "kv_transfer_retries", "Questions asked again: the prompt was not offered yet."),
+    MetricSpec(Counter, "kv_transfer_received_bytes", "KV bytes received and verified, of failed ones too."),
+    MetricSpec(Counter, "kv_transfer_sent_bytes", "KV bytes sent to decode nodes."),
+    MetricSpec(Counter, "kv_transfer_chunks", "Chunks sent, and received and verified.", ("direction",)),
+    MetricSpec(Counter, "kv_transfer_chunks_staged", "Chunks that needed a copy."),
+    MetricSpec(
+        Counter, "kv_transfer_seconds",
+        "Seconds of committed transfers: moving while an announced chunk is on its way, else waiting.",
+        ("phase",),
+    ),
+    MetricSpec(Gauge, "kv_transfer_leases", "Transfers that a prefill node holds blocks for."),
+    MetricSpec(Counter, "kv_transfer_leases_expired", "Leases that ended without a sign of life."),
+    MetricSpec(Gauge, "kv_transfer_quarantined_blocks", "Blocks out of use: a receive may still write them."),
+    MetricSpec(Counter, "kv_transfer_blocks_quarantined", "Blocks that ever went to quarantine."),
+    MetricSpec(Counter, "kv_transfer_forced_fences", "Lanes closed because requests on them did not end."),
+    MetricSpec(Gauge, "kv_transfer_sessions", "Control connections that stand, each with its data lane."),
+    MetricSpec(Counter, "kv_transfer_lanes", "Data lanes opened.", ("transport",)),
+    MetricSpec(Counter, "kv_transfer_peers_suspected", "Peers that fell silent for suspect_s."),
+    MetricSpec(Counter, "kv_transfer_peers_lost", "Peers given up, or whose connection broke."),
+    MetricSpec(Counter, "kv_transfer_unexpected_messages", "Late, duplicate, foreign or garbled messages."),
 )  # fmt: skip
 
 ROUTER_METRICS: tuple[MetricSpec, ...] = (
@@ -116,6 +138,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._last_load = NodeLoad()
+        self._totals: dict[tuple[str, ...], float] = {}  # (name, *labels) -> what `set_total` was told last
+        self.before_render: Callable[[], None] = lambda: None  # brings in figures that are kept elsewhere
         for spec in specs:
             name = "baton_" + spec.name
             if spec.kind is Histogram:
@@ -142,8 +166,17 @@ class Metrics:
         assert isinstance(metric, Histogram), f"{name} is no histogram"
         return metric
 
+    def set_total(self, name: str, total: float, *labels: str) -> None:
+        """Advances a counter to ``total``, counted elsewhere since the start of the process."""
+        counter = self.counter(name)
+        if labels:
+            counter = counter.labels(*labels)
+        counter.inc(total - self._totals.get((name, *labels), 0.0))
+        self._totals[name, *labels] = total
+
     def render(self) -> bytes:
         """The text exposition of everything registered."""
+        self.before_render()
         return generate_latest(self.registry)
 
     def observe_load(self, load: NodeLoad) -> None:
@@ -164,7 +197,6 @@ class Metrics:
         self.counter("spec_decode_num_accepted_tokens").inc(load.num_accepted - last.num_accepted)
         self._advance_positions("accepted", load.accepted_per_pos, last.accepted_per_pos)
         self._advance_positions("verified", load.verified_per_pos, last.verified_per_pos)
-        self.counter("kv_transfer_received_bytes").inc(load.kv_bytes_received - last.kv_bytes_received)
         failures = load.num_transfer_failures - last.num_transfer_failures
         transfers = self.counter("kv_transfers")
         transfers.labels("completed").inc(load.num_transfers - last.num_transfers - failures)

@@ -43,6 +43,7 @@ from common.request import FinishReason, Request
 from decode_node.admission import AdmissionQueue, Applicant, Entered, Outcome, enter_in_order
 from decode_node.config import DecodeConfig
 from kv_transfer.engine_pools import fingerprint_of, pools_of
+from kv_transfer.metrics import publish
 from kv_transfer.receiver import KvReceiver
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class DecodeNode:
         # so that no heartbeat sees a failure without its transfer.
         self._transfers = (0, 0, 0)
         self.runtime.transfer_load = lambda: self._transfers
+        metrics = self.runtime.metrics
+        metrics.before_render = lambda: publish(self.receiver.metrics, metrics)
 
     async def serve(self) -> None:
         await self.receiver.start()

@@ -17,6 +17,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.fetching import Fetch
 from kv_transfer.metrics import TransferMetrics
 from kv_transfer.plan import KvPools
+from kv_transfer.protocol import ReceiverState
 from kv_transfer.receiver_session import ReceiverSession
 from kv_transfer.transport import Lane, Transport, start_transports
 
@@ -270,25 +271,18 @@ class KvReceiver:
                 raise TransferFailed(
                     f"timeout: not complete within fetch_timeout_s {self.config.fetch_timeout_s} s"
                 ) from error
-        except TransferFailed as error:
-            quarantined = await fetch.quiesce(error.reason)
-            self._count_failure(fetch, error.reason)
-            raise TransferFailed(error.reason, final_upto=fetch.progress, quarantined=quarantined) from error
-        except TransferError as error:
-            quarantined = await fetch.quiesce(str(error))
-            self._count_failure(fetch, type(error).__name__)
-            assert not quarantined, "nothing is posted before the session stands"
-            raise
-        except Exception as error:
-            logger.exception("transfer %s broke", fetch.ticket.transfer_id)
-            reason = f"internal: {error!r}"
-            quarantined = await fetch.quiesce(reason)
-            self._count_failure(fetch, reason)
-            raise TransferFailed(reason, final_upto=fetch.progress, quarantined=quarantined) from error
         except BaseException as error:
-            await fetch.quiesce(f"internal: {error!r}")
-            self._count_failure(fetch, "internal")
-            raise
+            reason, state, failed = _reason_of(error), fetch.machine.state, loop.time()
+            if isinstance(error, Exception) and not isinstance(error, TransferError):
+                logger.exception("transfer %s broke", fetch.ticket.transfer_id)
+            quarantined = await fetch.quiesce(reason)
+            self._note_failure(fetch, reason, state, quarantined, failed - started, loop.time() - failed)
+            if isinstance(error, TransferError) and not isinstance(error, TransferFailed):
+                assert not quarantined, "nothing is posted before the session stands"
+                raise
+            if not isinstance(error, Exception):
+                raise
+            raise TransferFailed(reason, final_upto=fetch.progress, quarantined=quarantined) from error
         total_s = loop.time() - started
         self.metrics.transfers_committed += 1
         self.metrics.seconds_moving += fetch.seconds_moving
@@ -302,18 +296,35 @@ class KvReceiver:
             transport=session.transport,
         )
 
-    def _count_failure(self, fetch: Fetch, reason: str) -> None:
+    def _note_failure(
+        self,
+        fetch: Fetch,
+        reason: str,
+        state: ReceiverState,
+        quarantined: Mapping[int, tuple[int, ...]],
+        seconds: float,
+        fence_seconds: float,
+    ) -> None:
+        """Counts the failure by the first words of ``reason`` and tells its story in one line. ``state``: in
+        which it struck; ``seconds``: until then, ``fence_seconds``: from then on."""
         self.metrics.failures[reason.split(":")[0]] += 1
+        ticket = fetch.ticket
         logger.warning(
-            "transfer %s from %s:%d failed after %d of %d chunks (positions < %d kept): %s",
-            fetch.ticket.transfer_id,
-            fetch.ticket.host,
-            fetch.ticket.port,
-            fetch.num_done,
-            len(fetch.chunks),
-            fetch.progress,
-            reason,
-        )
+            "transfer %s from %s:%d, attempt %d, failed in %s after %.3f s (%.3f s moving, fence %.3f s), "
+            "%d of %d chunks and %d bytes (positions < %d kept, %d blocks in quarantine): %s",
+            ticket.transfer_id, ticket.host, ticket.port, fetch.attempt, state.name, seconds,
+            fetch.seconds_moving, fence_seconds, fetch.num_done, len(fetch.chunks), fetch.num_bytes,
+            fetch.progress, sum(map(len, quarantined.values())), reason,
+        )  # fmt: skip
+
+
+def _reason_of(error: BaseException) -> str:
+    """``kind: what happened``; the kind is what failures are counted by."""
+    if isinstance(error, TransferFailed):
+        return error.reason
+    if isinstance(error, TransferError):
+        return f"{type(error).__name__}: {error}"
+    return f"internal: {error!r}"
 
 
 def _note_seen(task: "asyncio.Task[ReceiverSession]") -> None:

@@ -114,6 +114,7 @@ class KvSender:
         lease_s = self.config.lease_s if lease_s is None else lease_s
         offer = Offer(transfer_id, self._generation, lease_s, self._loop.time() + lease_s)
         self._offers[transfer_id] = offer
+        self.metrics.leases_live += 1
         self._over.pop(transfer_id, None)
         self._arm(offer)
         why = self._dropped_early.pop(transfer_id, None)
@@ -212,6 +213,7 @@ class KvSender:
         if not offer.machine.allows(event):
             self.metrics.messages_unexpected += 1
             return
+        state, serve = offer.machine.state, offer.serve
         offer.machine.handle(event)
         offer.reason = reason
         if event is SenderEvent.COMMIT:
@@ -220,8 +222,11 @@ class KvSender:
             self.metrics.leases_expired += 1
         if event is not SenderEvent.COMMIT:
             self.metrics.failures[event.name.lower()] += 1
-            logger.info("transfer %s: hold ends (%s: %s)", offer.transfer_id, event.name, reason)
-        serve = offer.serve
+            logger.info(
+                "transfer %s: hold ends (%s: %s) in %s, positions < %d computed, %s",
+                offer.transfer_id, event.name, reason, state.name, offer.final_upto,
+                f"{serve.next_seq} of {len(serve.chunks)} chunks sent" if serve else "nobody reads it",
+            )  # fmt: skip
         if serve is not None and event in _TOLD:
             serve.tell_failed(reason)
         if serve is None or serve.num_reading == 0:
@@ -235,6 +240,7 @@ class KvSender:
         """No send reads the blocks any more: they go back to the engine."""
         offer.machine.handle(SenderEvent.QUIET)
         del self._offers[offer.transfer_id]
+        self.metrics.leases_live -= 1
         timer = self._timers.pop(offer.transfer_id, None)
         if timer is not None:
             timer.cancel()

@@ -39,6 +39,7 @@ from common.messages import (
 )
 from common.request import FinishReason, Request, SamplingParams
 from kv_transfer.engine_pools import fingerprint_of, pools_of
+from kv_transfer.metrics import publish
 from kv_transfer.sender import KvSender
 from prefill_node.config import PrefillConfig
 
@@ -76,6 +77,8 @@ class PrefillNode:
         self.config = config
         built = self.runtime.built
         self.sender = KvSender(pools_of(built), fingerprint_of(built), config.transfer, self._released)
+        metrics = self.runtime.metrics
+        metrics.before_render = lambda: publish(self.sender.metrics, metrics)
         self._prefills: dict[str, _Prefill] = {}  # by request id
         self._by_transfer: dict[str, _Prefill] = {}
         self._offered_upto: dict[str, int] = {}  # engine thread: positions offered so far

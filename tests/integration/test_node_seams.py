@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
+import httpx
 import pytest
 
 from common.config import NodeOptions
@@ -258,6 +259,33 @@ def test_what_a_failed_transfer_means_to_its_request(policy: str) -> None:
             assert await d.runtime.call(is_whole)
             await eventually(p._is_idle)
             assert await p.runtime.call(is_whole)
+
+    scenario(story)
+
+
+def test_nodes_publish_their_transfers() -> None:
+    async def series(node: PrefillNode | DecodeNode) -> set[str]:
+        async with httpx.AsyncClient() as client:
+            return set((await client.get(f"{node.runtime.service.url}/metrics")).text.splitlines())
+
+    async def story() -> None:
+        async with prefill_node() as (p_hub, p_node, p), decode_node() as (d_hub, d_node, d):
+            prefill = prefill_of(p_node, "a")
+            leg = d_hub.open(d_node, decode_of(d_node, "a", prefill.ticket, 28))
+            assert isinstance(await answer(leg), Accepted)
+            with standing_still(d):  # a fake engine reads no KV that came over the wire
+                p_hub.open(p_node, prefill)
+                await eventually(lambda: d._transfers[0] == 1)
+                await eventually(p._is_idle)
+                num_bytes = float(d._transfers[2])
+                assert num_bytes > 0
+                both = {"baton_kv_transfer_commits_total 1.0", "baton_kv_transfer_sessions 1.0"}
+                on_d, on_p = await series(d), await series(p)
+                assert both | {f"baton_kv_transfer_received_bytes_total {num_bytes}"} <= on_d
+                assert both | {f"baton_kv_transfer_sent_bytes_total {num_bytes}"} <= on_p
+                d_hub.send(d_node, Abort("a"))
+                await eventually(lambda: d._decodes["a"].aborted)
+            await eventually(d._is_idle)
 
     scenario(story)
 

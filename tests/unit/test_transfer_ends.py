@@ -1,6 +1,8 @@
 """How transfers end, step by step, over an in-process transport that a test can freeze or damage."""
 
 import asyncio
+import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ import msgspec
 import pytest
 
 from common.errors import TransferFailed
+from common.metrics import NODE_METRICS, Metrics
 from kv_transfer import fetching
 from kv_transfer.config import TransferConfig
 from kv_transfer.geometry import GroupMap
+from kv_transfer.metrics import TransferMetrics, publish
 from kv_transfer.plan import Chunk
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -354,3 +358,121 @@ def test_a_finished_prompt_is_looked_through_once_however_many_chunks_it_has(
             assert passes == [16]
 
     run(story())
+
+
+# ---- what operators see ---------------------------------------------------------------------------------
+
+
+class Published:
+    """The KV transfer's series of a node; ``moved``: by how much each changed since it was last asked."""
+
+    def __init__(self, counted: TransferMetrics) -> None:
+        self._metrics = Metrics(NODE_METRICS, model_name="m")
+        self._metrics.before_render = lambda: publish(counted, self._metrics)
+        self._last: dict[str, float] = {}
+
+    def moved(self) -> dict[str, float]:
+        text = self._metrics.render().decode()
+        now = {
+            name + labels: float(value)
+            for name, labels, value in re.findall(r"^baton_kv_transfer_(\w+)(\S*) (\S+)$", text, re.M)
+            if not name.endswith("_created")
+        }
+        by = {series: value - self._last.get(series, 0) for series, value in now.items()}
+        self._last = now
+        return {series: change for series, change in by.items() if change}
+
+
+BLOCK_BYTES = 8192
+CONNECTED = {"sessions": 1.0, 'lanes_total{transport="fake"}': 1.0}
+
+
+def test_a_good_transfer_moves_these_series_and_no_others() -> None:
+    async def story() -> None:
+        async with pair() as p:
+            prefill, decode = Published(p.sender.metrics), Published(p.receiver.metrics)
+            assert (prefill.moved(), decode.moved()) == ({}, {})
+            ticket = p.sender.offer("a")
+            assert prefill.moved() == {"leases": 1}
+            fetch = asyncio.create_task(p.receiver.fetch(ticket, FOUR, 64))
+            p.compute("a", 1, 4)
+            p.sender.finish("a", b"carry")
+            result = await fetch
+            await until(lambda: p.released == [("a", "committed")])
+            ended = {"attempts_total": 1, "commits_total": 1}
+            assert prefill.moved() == {
+                "leases": -1, 'chunks_total{direction="sent"}': 2, "sent_bytes_total": 4 * BLOCK_BYTES,
+            } | ended | CONNECTED  # fmt: skip
+            assert decode.moved() == {
+                'chunks_total{direction="received"}': 2, "received_bytes_total": 4 * BLOCK_BYTES,
+                'seconds_total{phase="waiting"}': result.seconds_waiting,
+                'seconds_total{phase="moving"}': result.seconds_moving,
+            } | ended | CONNECTED  # fmt: skip
+
+    run(story())
+
+
+def test_a_failed_transfer_moves_these_series_and_tells_its_story_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        caplog.set_level(logging.INFO, logger="kv_transfer")
+        async with pair() as p:
+            prefill, decode = Published(p.sender.metrics), Published(p.receiver.metrics)
+            ticket = p.sender.offer("a")
+            fetch = asyncio.create_task(p.receiver.fetch(ticket, FOUR, 64))
+            p.compute("a", 1, 2)
+            await until(lambda: p.receiver.metrics.chunks_received == 1)
+            p.sender.cancel("a", "aborted by the client")
+            with pytest.raises(TransferFailed, match="aborted by the client"):
+                await fetch
+            await until(lambda: p.released == [("a", "aborted by the client")])
+            assert prefill.moved() == {
+                "attempts_total": 1, 'chunks_total{direction="sent"}': 1,
+                "sent_bytes_total": 2 * BLOCK_BYTES, 'failures_total{reason="cancel"}': 1,
+            } | CONNECTED  # fmt: skip
+            assert decode.moved() == {
+                "attempts_total": 1, 'chunks_total{direction="received"}': 1,
+                "received_bytes_total": 2 * BLOCK_BYTES, 'failures_total{reason="refused"}': 1,
+            } | CONNECTED  # fmt: skip
+            (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+            assert re.fullmatch(
+                rf"transfer a from 127\.0\.0\.1:{ticket.port}, attempt 1, failed in RECEIVING after 0\.\d+ s "
+                rf"\(0\.\d+ s moving, fence 0\.\d+ s\), 1 of 2 chunks and {2 * BLOCK_BYTES} bytes "
+                r"\(positions < 32 kept, 0 blocks in quarantine\): refused: aborted by the client",
+                line,
+            ), line
+            assert (
+                "transfer a: hold ends (CANCEL: aborted by the client) in SENDING, positions < 32 computed, "
+                "1 of 2 chunks sent"
+            ) in caplog.messages
+
+    run(story())
+
+
+def test_a_lease_that_ends_moves_from_live_to_expired() -> None:
+    async def story() -> None:
+        async with pair() as p:
+            prefill = Published(p.sender.metrics)
+            p.sender.offer("a", lease_s=0.05)
+            p.sender.offer("b")
+            assert prefill.moved() == {"leases": 2}
+            await until(lambda: p.released == [("a", "lease_expired")])
+            assert prefill.moved() == {
+                "leases": -1, "leases_expired_total": 1, 'failures_total{reason="expire"}': 1,
+            }  # fmt: skip
+
+    run(story())
+
+
+def test_every_figure_has_a_series_of_its_own() -> None:
+    counted = TransferMetrics()
+    published = Published(counted)
+    published.moved()
+    for i, name in enumerate(vars(counted)):
+        value: Any = getattr(counted, name)
+        if isinstance(value, dict):
+            value["x"] = 2
+        else:
+            setattr(counted, name, value + i + 1)
+        assert len(published.moved()) == 1, name
