@@ -36,7 +36,7 @@ QUICK: dict[str, Any] = {
     "suspect_s": 1.0,
     "dead_s": 3.0,
     "connect_timeout_s": 20.0,
-    "fetch_timeout_s": 20.0,
+    "fetch_timeout_s": 45.0,  # longer than a busy machine needs: silence ends a fetch first
     "chunk_bytes": 512 * 1024,
 }
 
