@@ -7,22 +7,11 @@ holds is asked of as few source ranks as hold it, every head of exactly one, and
 exactly one source block. A group without planes (recurrent state) is opaque: both nodes lay it out alike.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from common.errors import ConfigError
-
-__all__ = [
-    "BlockCopy",
-    "GroupGeometry",
-    "GroupMap",
-    "HeadShare",
-    "difference",
-    "group_maps",
-    "head_range",
-    "sources",
-]
 
 
 def head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
@@ -100,14 +89,13 @@ class GroupGeometry:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """What one source block gives one destination block, in every plane: a range of tokens and of heads, as
-    they are counted inside either block."""
+    """What one source block gives one destination block, in every plane: a range of tokens, as they are
+    counted inside either block, and of heads, as they are inside the source's."""
 
     source_position: int  # absolute block position, in blocks of the source
     source_tokens: range
     tokens: range  # in the destination block
     source_heads: range
-    heads: range
 
 
 @dataclass(frozen=True)
@@ -154,9 +142,8 @@ class GroupMap:
 
     def copies(self, position: int) -> tuple[BlockCopy, ...]:
         """All that the source gives to the destination's block at ``position``, in order of the tokens."""
-        a, b = self.source.inside, self.destination.inside
+        a = self.source.inside
         assert a is not None, "an opaque block cannot be taken apart"
-        assert b is not None
         if not self.asked:
             return ()
         start, end = position * self.destination.block_size, (position + 1) * self.destination.block_size
@@ -169,44 +156,10 @@ class GroupMap:
                     source_position=p,
                     source_tokens=range(low - p * size, high - p * size),
                     tokens=range(low - start, high - start),
-                    source_heads=_inside(self.asked, a.heads),
-                    heads=_inside(self.asked, b.heads),
+                    source_heads=range(self.asked.start - a.heads.start, self.asked.stop - a.heads.start),
                 )
             )
         return tuple(out)
-
-    def runs(self, copy: BlockCopy) -> Iterator[tuple[int, int, int]]:
-        """(offset in the source block, offset in the destination block, bytes): as few contiguous runs as
-        there can be. One for the whole block, one a plane for other tokens, one a token for other heads."""
-        merged: tuple[int, int, int] | None = None
-        for source, destination, length in self._rows(copy):
-            if merged is not None and (merged[0] + merged[2], merged[1] + merged[2]) == (source, destination):
-                merged = (merged[0], merged[1], merged[2] + length)
-                continue
-            if merged is not None:
-                yield merged
-            merged = (source, destination, length)
-        if merged is not None:
-            yield merged
-
-    def _rows(self, copy: BlockCopy) -> Iterator[tuple[int, int, int]]:
-        a, b = self.source.inside, self.destination.inside
-        assert a is not None
-        assert b is not None
-        length = len(copy.heads) * b.head_bytes
-        for plane in range(b.planes):
-            for t, u in zip(copy.source_tokens, copy.tokens, strict=True):
-                yield (
-                    (plane * self.source.block_size + t) * a.token_bytes
-                    + copy.source_heads.start * a.head_bytes,
-                    (plane * self.destination.block_size + u) * b.token_bytes
-                    + copy.heads.start * b.head_bytes,
-                    length,
-                )
-
-
-def _inside(heads: range, held: range) -> range:
-    return range(heads.start - held.start, heads.stop - held.start)
 
 
 def difference(source: Sequence[GroupGeometry], destination: Sequence[GroupGeometry]) -> str | None:

@@ -8,7 +8,6 @@ are registered, at the end of the step that made them final. No torch here.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from common.block_hash import BlockHasher
 from common.errors import CapacityError
@@ -260,16 +259,22 @@ class KVCacheManager:
             before = length
             for g, group in enumerate(self.groups):
                 find = _full_hit if group.keeps_all else _window_hit
-                is_cached = partial(self._is_cached, request, g, checked)
+                is_cached = self._cached_blocks(request, g, checked)
                 length = find(is_cached, length // group.block_size, group) * group.block_size
-            if length == before:
+            if length == before or len(self.groups) == 1:
                 return length
 
-    def _is_cached(self, request: Request, g: int, checked: bool, i: int) -> bool:
-        block = self.pools[g].lookup(request.block_hashes[(i + 1) * self._ratio(self.groups[g]) - 1])
-        if block is None or not checked:
-            return block is not None
-        return self._followed_by[g].get(block) == self._following(request, g, i)
+    def _cached_blocks(self, request: Request, g: int, checked: bool) -> "IsCached":
+        lookup, hashes, ratio = self.pools[g].lookup, request.block_hashes, self._ratio(self.groups[g])
+        if not checked:
+            return lambda i: lookup(hashes[(i + 1) * ratio - 1]) is not None
+        followed_by = self._followed_by[g]
+
+        def is_cached(i: int) -> bool:
+            block = lookup(hashes[(i + 1) * ratio - 1])
+            return block is not None and followed_by.get(block) == self._following(request, g, i)
+
+        return is_cached
 
     def _following(self, request: Request, g: int, i: int) -> object:
         """What the draft KV of block ``i`` depends on past its end: tokens, and the keys over them."""
