@@ -42,7 +42,7 @@ class Inspector:
         return self._recorder.drafts
 
     def _finished(self, request: Request) -> None:
-        """Engine thread. A prefill's slots are compared too: what it ships is exact or waits for D."""
+        """Engine thread. Prefills are not compared: what they ship is, where the decode node ends."""
         built = self._built
         if request.stop_at is not None or built.modules is None:
             return

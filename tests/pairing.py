@@ -8,15 +8,10 @@ from common.engine.first_token import decode_first_token, encode_first_token, fi
 from common.kv_cache.layout import NULL_BLOCK
 from common.kv_cache.storage import KVStorage
 from common.request import FinishReason, Request, RequestState
+from router.policy import cut_of
 
 Handoff = Literal["backoff", "carry"]
 HANDOFFS: tuple[Handoff, ...] = ("backoff", "carry")
-
-
-def cut_of(prompt_len: int, num_modules: int) -> int | None:
-    """C = L - max(1, N-1), None where there is no remote prefill."""
-    backoff = max(1, num_modules - 1)
-    return prompt_len - backoff if prompt_len > backoff else None
 
 
 def hand_over(

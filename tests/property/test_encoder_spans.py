@@ -11,9 +11,9 @@ from common.engine.encoder_rules import encodings_for, is_done, widest_window
 from common.errors import CapacityError, InvalidRequest
 from common.extra_keys import MultimodalItem
 from common.request import FinishReason, Request, RequestState
+from router.policy import cut_of
 from tests.fakes import ROW, continuation, is_whole, outputs_of, sometimes_right
 from tests.fakes_encoder import image_request, make_image_engine
-from tests.pairing import cut_of
 
 LOOKAHEADS = (0, 1, 2, 4, 8)
 MAX_STEPS = 2000

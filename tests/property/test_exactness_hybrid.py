@@ -18,9 +18,10 @@ from cli.schedules.texts import Texts
 from common.engine.state_plan import PagedRecurrence
 from common.kv_cache.state_group import StateGroupSpec
 from common.request import Request, RequestState
+from router.policy import cut_of
 from tests.builders import HYBRID_LAYERS, drain, make_request, random_prompt
 from tests.hybrids import LIMIT, SEEN, HybridModel, Pair, Script, at_rate, hybrid_model
-from tests.pairing import cut_of, hand_over
+from tests.pairing import hand_over
 
 MODULES = (0, 1, 2, 4, 8)
 

@@ -8,11 +8,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
 
 from common.engine.batch import ScheduledRequest
-from common.engine.drafter import Verified
-from common.engine.speculator import MtpSpeculator, Rows
+from common.engine.speculator import MtpSpeculator
 from common.request import FinishReason, Request, RequestState
 from tests.builders import VOCAB, drain, make_request, random_prompt
 from tests.hybrids import Script, at_rate, hybrid_model
@@ -24,6 +22,7 @@ from tests.property.test_exactness import (
     DraftLog,
     Model,
     Pair,
+    WrongCarry,
     check_held,
     lengths,
     model,
@@ -246,16 +245,6 @@ def test_a_broken_transfer_and_a_preemption_change_no_token(n: int) -> None:
         assert tuple(request.token_ids[length:]) == truth(6, prompt, 10)
 
 
-class WrongRows(MtpSpeculator):
-    """Control: the hand-over's rows are those of another position."""
-
-    def rows(self, entry: ScheduledRequest, verified: Verified, hidden: Tensor) -> Rows:
-        rows = super().rows(entry, verified, hidden)
-        if entry.handover_carry is not None:
-            rows.hidden[: rows.start - rows.first] = hidden[-1]
-        return rows
-
-
 class NoRePrefill(MtpSpeculator):
     """Control: slots that P wrote from its drafts are taken for exact."""
 
@@ -278,7 +267,7 @@ def worst(m: Model, decode: Callable[[], Pair], handoff: Handoff) -> float:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("control", [WrongRows, NoRePrefill])
+@pytest.mark.parametrize("control", [WrongCarry, NoRePrefill])
 def test_control_carry_rows(n: int, control: type[MtpSpeculator]) -> None:
     m = model(n, None)
     assert worst(m, m.engine, "carry") < LIMIT

@@ -14,6 +14,7 @@ from common.engine.first_token import FirstToken
 from common.errors import CapacityError, PromptTooLong
 from common.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
 from common.request import FinishReason, Request, RequestState
+from router.policy import cut_of
 from tests.fakes import (
     ROW,
     VOCAB,
@@ -24,7 +25,6 @@ from tests.fakes import (
     make_fake_engine,
     sometimes_right,
 )
-from tests.pairing import cut_of
 
 MAX_STEPS = 3000
 
